@@ -96,7 +96,7 @@ class Side:
             begin = time.perf_counter()
             self.store.begin_pass(torch.from_numpy(done.rows), "decode")
             for layer, ids in enumerate(done.ids):
-                if hinted is not None and layer + 1 < LAYERS:
+                if hinted is not None and layer + 1 < LAYERS and self.store.wants_hints:
                     self.store.hint(layer + 1, torch.from_numpy(hinted[layer + 1]), weights)
                 pending = self.store.submit(layer, x, torch.from_numpy(ids), weights)
                 time.sleep(self._layer_s)

@@ -5,7 +5,8 @@ Run: python -m scripts.bench_real_hints [--policies learned,adaptive] [--memory 
 
 Two engines of a policy take turns by exercise; the second never reads ahead of demand. Every read
 of the drive takes --read-us microseconds longer. Prints tokens/s of decoding and their ratio, with
-the central 90 % of a bootstrap over exercises. Needs gcc.
+the central 90 % of a bootstrap over exercises, and the same ratio of the processor time of the
+engine's thread, which other programs disturb less. Needs gcc.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,18 +51,22 @@ def compare(policy: str, memory: str, per_kind: int) -> str:
                     answer = Conversation(engine).ask(
                         item["prompt"], SamplingOptions(temperature=0), Limits(max_tokens=128)
                     )
-                    text = "".join(answer)
-                    row[engine] = (text, answer.decode_steps, answer.decode_seconds)
+                    chunks = iter(answer)
+                    text, begin = next(chunks), time.thread_time()
+                    text += "".join(chunks)
+                    spent = time.thread_time() - begin
+                    row[engine] = (text, answer.decode_steps, answer.decode_seconds, spent)
                 assert row[ahead][:2] == row[without][:2]
-                rows.append((row[ahead][1], row[without][2], row[ahead][2]))
+                rows.append((row[ahead][1], *row[without][2:], *row[ahead][2:]))
             read = ahead.store.stats.since(before).ahead_bytes_read
-    tokens, slow, fast = np.array(rows).T
+    tokens, slow, slow_cpu, fast, fast_cpu = np.array(rows).T
     draws = np.random.default_rng(0).integers(len(rows), size=(2000, len(rows)))
     low, high = np.quantile(slow[draws].sum(1) / fast[draws].sum(1), (0.05, 0.95))
     speeds = tokens.sum() / slow.sum(), tokens.sum() / fast.sum()
     return (
         f"| {memory} | {policy} | {speeds[0]:.0f} | {speeds[1]:.0f} "
         f"| {slow.sum() / fast.sum():.3f} ({low:.3f} to {high:.3f}) "
+        f"| {slow_cpu.sum() / fast_cpu.sum():.3f} "
         f"| {read / tokens.sum() / 1024:.0f} KiB |"
     )
 

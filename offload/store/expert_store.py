@@ -43,7 +43,7 @@ from moeinf.offload.policy.base import Policy, Wish
 from moeinf.offload.store.host_tier import CpuWork, HostTier
 from moeinf.offload.store.low_copies import LowCopies
 from moeinf.offload.store.prefetch import expected
-from moeinf.offload.store.prefetch_gate import Throttle
+from moeinf.offload.store.prefetch_gate import Gate
 from moeinf.offload.store.routed import cells_of
 from moeinf.offload.store.skipping import without_light_misses
 from moeinf.offload.store.stats import StoreStats
@@ -88,7 +88,7 @@ class ExpertStore:
         wishes, hints: see Choice.
         choose: returns what decides with another number of host slots; None: it never changes.
         worth_share: the least share of decode time spent waiting at which wishes and hints are
-        used; 0: always.
+        used, if they also pay for what they cost; 0: always.
         skip_below: the share of a row's weights below which a decoded token does without an absent
         expert (skipping.py); 0: never. low: computes light absent experts with copies in fewer
         bits; None: never. Both need the host's tier alone.
@@ -98,7 +98,7 @@ class ExpertStore:
         self.above = cast("tuple[Upper, ...]", tiers[1:])
         self._runner: Runner = runner or self.host
         self._wishes, self._hints, self._choose = wishes, hints, choose
-        self._throttle = Throttle(worth_share)
+        self._gate = Gate(worth_share, tries=worth_share > 0 and not self.above)
         self._skip_below, self._low = skip_below, low
         self._began, self._stalled = 0.0, 0.0  # at the pass's start: time, stall_seconds
         self._open: _LayerRun | None = None
@@ -118,9 +118,10 @@ class ExpertStore:
     @property
     def wants_hints(self) -> bool:
         """True while hints are useful; False once a tier above holds all experts permanently."""
+        self._gate.asks()  # what follows until `hint` is the price of a hint
         if self.host.pieces:
             return self._wishes > 0 and not self.host.all_fit
-        wanted = self._hints and self.host.decoding and self._throttle.open
+        wanted = self._hints and self.host.decoding and self._gate.open
         return wanted and not any(tier.complete for tier in self.above)
 
     @property
@@ -193,17 +194,17 @@ class ExpertStore:
 
     def hint(self, layer: int, ids: Tensor, scores: Tensor) -> None:
         """Keep ids [T, H], the surest first, of the layer after the one that is submitted next."""
-        if self.wants_hints:
-            self._hinted = layer, ids
+        self._hinted = layer, ids
+        self._gate.answered()
 
     def end_pass(self, accepted_rows: Tensor | None = None) -> None:
         self.abandon()
         if self.host.decoding and self._began:
             waited = self.stats.stall_seconds - self._stalled
             seconds = time.perf_counter() - self._began
-            self._throttle.passed(waited, seconds)
             if self._wishes:
-                self.host.measure(seconds - waited)
+                self.host.measure(seconds - waited, waited)
+            self._gate.passed(waited, seconds, self.host.judge.saved)
         accepted = None if accepted_rows is None else accepted_rows.numpy()
         try:
             for tier in self.above:
@@ -245,11 +246,13 @@ class ExpertStore:
         if hint is not None and host.pieces:
             self._expected = expected(*hint, host.experts)
         elif hint is not None:
+            self._gate.asks()
             host.policy.hinted(*hint)
+            self._gate.answered()
         for cell in hits:
             host.table.pin(cell)
         host.used(routed, hits, routed.events_of(hits))
-        run = self._open = _LayerRun(self, layer, work, hits, misses, self._low)
+        run = self._open = _LayerRun(self, layer, work, hits, misses)
         if misses and self._low is not None and host.decoding:
             self._low.take(routed, weights, misses)
         host.decided(begin)
@@ -294,13 +297,15 @@ class ExpertStore:
         if self.host.pieces:
             self.host.wish(self._expected)
             return
-        if not self._wishes or not self._throttle.open:
+        if not self._wishes or not self._gate.open:
             return
+        self._gate.asks()
         wishes = self.host.worth(self.host.policy.prefetch(self._wishes), layer)
         for tier in self.above:
             here = tier.resident(np.array([wish.cell for wish in wishes], np.intp)).tolist()
             wishes = [wish for wish, there in zip(wishes, here, strict=True) if not there]
         self.host.wish(wishes)
+        self._gate.answered()
 
     def ended(self) -> None:
         """Report that no layer is open any more."""
@@ -329,16 +334,9 @@ class _LayerRun:
     """One submitted layer: the experts still to compute, to read, and to ask for."""
 
     def __init__(
-        self,
-        store: ExpertStore,
-        layer: int,
-        work: Work,
-        hits: list[int],
-        misses: deque[int],
-        low: LowCopies | None,
+        self, store: ExpertStore, layer: int, work: Work, hits: list[int], misses: deque[int]
     ) -> None:
-        self._low = low
-        self._store, self._host = store, store.host
+        self._store, self._host, self._low = store, store.host, store._low
         self._layer, self._work = layer, work
         self._ready = deque(hits)  # resident and pinned
         self._unasked = misses  # without a slot

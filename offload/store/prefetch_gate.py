@@ -1,4 +1,4 @@
-"""Decide if prefetching can pay: of all wishes together, and of each one, both by time.
+"""Decide if prefetching can pay: of all wishes together, of each one, and of asking at all.
 
 Does not know experts, predictions or how a pass is timed.
 
@@ -17,6 +17,10 @@ have to be read again:
     call = (pieces · piece - read) / (pieces - 1)
     delay = piece / 2 · min(pieces of the read, layers that it lasts)
 
+`Trial` weighs asking for hints and wishes. Reads ahead that came true have saved time, the others
+have cost some. If a few passes together have saved less than it took to compute hints and wishes,
+neither is asked for. Later some passes try again.
+
 p is the policy's claim times the share of such claims that came true. regret is the share of
 victims that were missed in the same pass or the next. Each pass moves both shares a little back to
 where they began, so that wishes that were turned down are tried again later.
@@ -24,8 +28,10 @@ where they began, so that wishes that were turned down are tried again later.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from moeinf.offload.policy.base import Wish
 
@@ -35,6 +41,8 @@ _FADE = 0.995  # per pass: some 200 passes without an outcome forget the earlier
 _PRIOR = 8.0  # claims that came true, before the first outcome
 _REGRET = 0.1  # before the first victim
 _PIECES = 4.0  # pieces as fast as their part of a read, before the first is measured
+_TRIAL = 8  # passes that are judged together
+_PAUSE, _LONGEST = 64, 1024  # passes until the next trial: at first, and after many in vain
 
 
 class Throttle:
@@ -52,6 +60,69 @@ class Throttle:
         """Add a decode pass of `seconds`, of which `waited` were without work to compute."""
         self._waited = self._waited * _MEMORY + waited
         self._seconds = self._seconds * _MEMORY + seconds
+
+
+class Trial:
+    """Open while reads ahead save more time than asking for them takes; open at first.
+
+    A pause follows passes in vain. It is twice as long as the one before, until a trial succeeds.
+    """
+
+    def __init__(self) -> None:
+        self._saved, self._spent = list[float](), list[float]()
+        self._pause, self._left = _PAUSE, 0
+
+    @property
+    def open(self) -> bool:
+        return not self._left
+
+    def passed(self, saved: float, spent: float) -> None:
+        """Add a decode pass that saved and spent these seconds; the median counts as spent.
+
+        So a few passes that lost the processor end no trial. Both are ignored during a pause.
+        """
+        if self._left:
+            self._left -= 1
+            return
+        self._saved.append(saved)
+        self._spent.append(spent)
+        if len(self._spent) < _TRIAL:
+            return
+        if sum(self._saved) < len(self._spent) * median(self._spent):
+            self._left, self._pause = self._pause, min(2 * self._pause, _LONGEST)
+        else:
+            self._pause = _PAUSE
+        self._saved.clear()
+        self._spent.clear()
+
+
+class Gate:
+    """Open while reads ahead can pay, by `Throttle` and, if it `tries`, by `Trial`."""
+
+    def __init__(self, share: float, tries: bool) -> None:
+        self._throttle, self._trial = Throttle(share), Trial() if tries else None
+        self._began: float | None = None  # None: nothing was asked
+        self._spent = self._saved = 0.0
+
+    @property
+    def open(self) -> bool:
+        return self._throttle.open and (self._trial is None or self._trial.open)
+
+    def asks(self) -> None:
+        """Count the time from now until `answered` as spent on hints and wishes."""
+        self._began = time.perf_counter()
+
+    def answered(self) -> None:
+        if self._began is not None:
+            self._spent += time.perf_counter() - self._began
+        self._began = None
+
+    def passed(self, waited: float, seconds: float, saved: float) -> None:
+        """Add a decode pass. saved: by all reads ahead so far, see Judge."""
+        if self._trial is not None and self._throttle.open:
+            self._trial.passed(saved - self._saved, self._spent)
+        self._throttle.passed(waited, seconds)
+        self._saved, self._spent = saved, 0.0
 
 
 @dataclass(frozen=True)
@@ -103,23 +174,36 @@ class _Share:
         self._all += (1 - _FADE) * (_PRIOR - self._all)
 
 
+@dataclass(frozen=True, slots=True)
+class _Claim:
+    """The claim of a wish that was found worth it, and the seconds its read saves or costs."""
+
+    probability: float
+    saves: float
+    costs: float
+
+
 class Judge:
     """Weighs the wishes of a model of L layers with E experts. times: None: all are worth it.
 
-    A replay sets `times`, the engine measures them.
+    A replay sets `times`, the engine measures them. saved: seconds that reads ahead have saved,
+    less those that they have cost. A read saves at most the mean wait for a read of demand.
     """
 
     def __init__(self, layers: int, experts: int, times: Times | None = None) -> None:
         self._layers, self._experts = layers, experts
         self.times = times
         self._came, self._regret = _Share(1.0), _Share(_REGRET)
-        self._claims: dict[int, float] = {}  # by cell, of wishes found worth it
+        self._claims: dict[int, _Claim] = {}  # by cell
+        self.saved = 0.0
         self._victims: tuple[set[int], set[int]] = set(), set()  # of the last pass, of this one
-        self._measured = [0.0] * 6  # decayed: layers, whole reads, pieces; each with its seconds
+        # decayed: layers, whole reads, pieces, each with its seconds; the seconds of waits
+        self._measured = [0.0] * 7
+        self._wait: float | None = None  # for a read of demand; None: as long as it lasts
         self._calls = Calls()
 
-    def measured(self, computing: float, calls: Calls, pieces: float) -> None:
-        """Add a decode pass: its seconds without waits, and the calls since the queue opened.
+    def measured(self, computing: float, waited: float, calls: Calls, pieces: float) -> None:
+        """Add a decode pass: its seconds without waits and in waits, and all calls of the queue.
 
         pieces: number of pieces of an expert, at least 1. Without new pieces, the time of one moves
         back to its part of a read, so that a drive that was busy is tried again.
@@ -132,11 +216,13 @@ class Judge:
             calls.whole_seconds - before.whole_seconds,
             calls.pieces - before.pieces,
             calls.piece_seconds - before.piece_seconds,
+            waited,
         )
         self._measured = [a * _MEMORY + b for a, b in zip(self._measured, new, strict=True)]
-        layers, computing, whole, reading, parts, piecing = self._measured
+        layers, computing, whole, reading, parts, piecing, waited = self._measured
         if whole:
             read = reading / whole
+            self._wait = waited / whole
             piece = (piecing + _PIECES * read / pieces) / (parts + _PIECES)
             self.times = Times(read, piece, computing / layers, pieces)
 
@@ -151,7 +237,8 @@ class Judge:
         """Report the outcome of a read that was found worth it."""
         claim = self._claims.pop(cell, None)
         if claim is not None:
-            self._came.add(used, claim)
+            self._came.add(used, claim.probability)
+            self.saved += claim.saves if used else -claim.costs
 
     def displaced(self, victim: int) -> None:
         """Report the victim of a read ahead."""
@@ -183,8 +270,9 @@ class Judge:
         right = wish.probability * self._came.value
         delay = times.read / 2 * min(1.0, times.piece / times.layer)
         wrong = delay + self._regret.value * times.read
-        gain = min(times.read, ahead * times.layer) - times.call
-        if right * gain <= (1 - right) * wrong:
+        slack = ahead * times.layer
+        if right * (min(times.read, slack) - times.call) <= (1 - right) * wrong:
             return False
-        self._claims[wish.cell] = wish.probability
+        wait = times.read if self._wait is None else min(self._wait, times.read)
+        self._claims[wish.cell] = _Claim(wish.probability, min(wait, slack) - times.call, wrong)
         return True

@@ -39,6 +39,7 @@ class Recorder:
         self._routed: list[tuple[int, Tensor, Tensor | None]] = []  # of the running pass
         self._uncounted: list[Pass] = []
         self.recording: Recording | None = None
+        self._forwards = False  # hints, because the experts below wanted the next one
 
     def record(self, name: str) -> Recording:
         """Record every event from the next pass in the returned recording."""
@@ -48,7 +49,8 @@ class Recorder:
     @property
     def wants_hints(self) -> bool:
         """True if a recording runs, or if the experts below prefetch."""
-        return self.recording is not None or self._experts.wants_hints
+        self._forwards = self._experts.wants_hints
+        return self.recording is not None or self._forwards
 
     def begin_pass(self, rows: Tensor, phase: Phase, pieces: Sequence[slice] = ()) -> None:
         requests = rows.numpy(force=True)
@@ -69,7 +71,7 @@ class Recorder:
     def hint(self, layer: int, ids: Tensor, scores: Tensor) -> None:
         if self._pass is not None and self.recording is not None:
             self._pass.hint(layer, ids.numpy(force=True))
-        if self._experts.wants_hints:
+        if self._forwards:
             self._experts.hint(layer, ids, scores)
 
     def end_pass(self, accepted_rows: Tensor | None = None) -> None:

@@ -10,7 +10,7 @@ from moeinf.offload.policy.base import Setup, Wish
 from moeinf.offload.policy.lru import Lru
 from moeinf.offload.routing.trace import RoutingShape
 from moeinf.offload.store.prefetch import ReadAhead
-from moeinf.offload.store.prefetch_gate import Judge
+from moeinf.offload.store.prefetch_gate import Judge, Times
 from moeinf.offload.store.residency import Residency
 from moeinf.offload.store.stats import StoreStats
 from tests.fakes import AtOnce
@@ -82,12 +82,12 @@ def test_its_layer_makes_it_demand(
 
 
 def test_a_dropped_read_counts_as_a_wrong_claim(ahead: ReadAhead, judge: Judge) -> None:
-    before = judge._came.value
-    ahead.wish(judge.worth([Wish(4, True)], 0))  # nothing is measured: it is worth it
-    judge._claims[4] = 1.0
+    before, judge.times = judge._came.value, Times(read=10.0, piece=2.0, layer=20.0)
+    ahead.wish(judge.worth([Wish(4, True)], 0))
     ahead.settle()
     ahead.wish([])
     assert judge._came.value < before
+    assert judge.saved == -(2.0 / 20 * 5 + 0.1 * 10)  # the delay of demand, the regret
 
 
 def test_the_warm_start_is_not_dropped(ahead: ReadAhead, residency: Residency) -> None:

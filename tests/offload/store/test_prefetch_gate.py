@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from moeinf.offload.policy.base import Wish
-from moeinf.offload.store.prefetch_gate import Calls, Judge, Throttle, Times
+from moeinf.offload.store import prefetch_gate
+from moeinf.offload.store.prefetch_gate import Calls, Gate, Judge, Throttle, Times
 
 
 def test_open_until_a_token_has_shown_that_nothing_waits() -> None:
@@ -108,13 +109,13 @@ def test_the_times_are_measured() -> None:
     """Until a read has ended, all is worth it. A slow drive then needs surer wishes."""
     judge = Judge(4, 4)
     assert accepted(judge, 0.01)
-    judge.measured(4.0, Calls(), 5)
+    judge.measured(4.0, 0.0, Calls(), 5)
     assert judge.times is None
-    judge.measured(4.0, Calls(2, 1.0), 5)
+    judge.measured(4.0, 0.0, Calls(2, 1.0), 5)
     assert judge.times == Times(read=0.5, piece=0.1, layer=1.0, pieces=5)
     assert accepted(judge, 0.3)
     for token in range(200):
-        judge.measured(4.0, Calls(2 * token + 4, 80.0 * token), 5)
+        judge.measured(4.0, 0.0, Calls(2 * token + 4, 80.0 * token), 5)
     assert judge.times.read == pytest.approx(40, rel=1e-3)
     assert not accepted(judge, 0.3)
     assert accepted(judge, 0.97)
@@ -126,14 +127,14 @@ def test_pieces_that_wait_as_long_as_whole_reads_are_not_worth_it() -> None:
     for _ in range(50):
         calls = Calls(calls.whole + 4, calls.whole_seconds + 4, calls.pieces + 9,
                       calls.piece_seconds + 7)  # fmt: skip
-        judge.measured(2.0, calls, 5)
+        judge.measured(2.0, 0.0, calls, 5)
     assert judge.times is not None
     assert judge.times.call == pytest.approx((5 * 7 / 9 - 1) / 4, rel=0.03)
     assert not accepted(judge, 1.0)
     passes = 0
     while not accepted(judge, 1.0):
         calls = Calls(calls.whole + 4, calls.whole_seconds + 4, calls.pieces, calls.piece_seconds)
-        judge.measured(2.0, calls, 5)
+        judge.measured(2.0, 0.0, calls, 5)
         passes += 1
         assert passes < 100
     assert passes > 20
@@ -148,3 +149,78 @@ def test_a_drive_that_is_slow_for_all_opens_the_throttle() -> None:
     for _ in range(5):
         throttle.passed(0.02, 0.04)  # another program reads the drive
     assert throttle.open
+
+
+class Clock:
+    """Seconds that only a test moves."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = self.saved = 0.0
+        monkeypatch.setattr(prefetch_gate.time, "perf_counter", lambda: self.now)
+
+    def passes(self, gate: Gate, count: int, spent: float, saved: float = 0.0) -> list[bool]:
+        """Run passes that ask while the gate is open; return if each one did."""
+        asked = []
+        for _ in range(count):
+            asked.append(gate.open)
+            if gate.open:
+                gate.asks()
+                self.now += spent
+                gate.answered()
+                self.saved += saved
+            self.now += 1.0  # the pass itself
+            gate.passed(0.5, 1.0, self.saved)
+        return asked
+
+
+def test_asking_stops_where_it_saves_nothing_and_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Eight passes are a trial. The pauses are 64, 128 ... 1024 passes, then 64 again."""
+    clock, gate = Clock(monkeypatch), Gate(0.05, tries=True)
+    asked = clock.passes(gate, 6000, spent=0.01, saved=0.009)
+    trials = [n for n in range(len(asked)) if asked[n] and (n == 0 or not asked[n - 1])]
+    assert trials[:7] == [0, 72, 208, 472, 992, 2024, 3056]
+    assert sum(asked) == 8 * len(trials)
+    while not gate.open:
+        clock.passes(gate, 1, 0.0)
+    assert all(clock.passes(gate, 800, spent=0.01, saved=0.011))
+    stopped = clock.passes(gate, 80, spent=0.01)
+    assert stopped == [True] * 8 + [False] * 64 + [True] * 8
+
+
+@pytest.mark.parametrize(("slow", "stays"), [(3, True), (5, False)])
+def test_a_few_passes_that_lose_the_processor_end_no_trial(
+    monkeypatch: pytest.MonkeyPatch, slow: int, stays: bool
+) -> None:
+    """The median of a trial counts, so most of its passes have to be slow."""
+    clock, gate = Clock(monkeypatch), Gate(0.05, tries=True)
+    clock.passes(gate, slow, spent=9.0, saved=0.02)
+    clock.passes(gate, 8 - slow, spent=0.01, saved=0.02)
+    assert gate.open == stays
+
+
+def test_without_waits_no_trial_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, gate = Clock(monkeypatch), Gate(0.6, tries=True)
+    assert clock.passes(gate, 99, spent=0.01) == [True] + [False] * 98
+    gate.passed(99.0, 99.0, 0.0)  # only the first pass was of a trial
+    assert clock.passes(gate, 7, spent=0.01, saved=0.0) == [True] * 7
+    assert not gate.open
+
+
+def test_a_gate_of_no_trials_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert all(Clock(monkeypatch).passes(Gate(0.0, tries=False), 99, spent=0.01))
+
+
+def test_reads_ahead_save_what_demand_would_have_waited() -> None:
+    """A demand lasts 10 and waits 4 in the mean. A wrong read costs 0.5 · 1 + 0.1 · 10."""
+    judge = Judge(4, 4)
+    judge.measured(80.0, 8.0, Calls(2, 20.0), 5)
+    assert judge.times == Times(read=10.0, piece=2.0, layer=20.0, pieces=5)
+    assert accepted(judge, 0.9)
+    judge.judged(4, used=True)
+    assert judge.saved == pytest.approx(4)
+    assert accepted(judge, 0.9)
+    judge.judged(4, used=False)
+    judge.judged(4, used=True)  # no read of a wish that was found worth it
+    assert judge.saved == pytest.approx(4 - 1.5)

@@ -11,6 +11,7 @@ from moeinf.offload.policy.table import POLICIES
 from moeinf.offload.routing.hint_model import ModelledHints
 from moeinf.offload.routing.trace import PassBuilder, Recording, RoutingShape
 from moeinf.offload.simulator.replay import Conditions, Replay
+from moeinf.offload.store.prefetch_gate import Gate
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.jobs.bench import bench_replay
@@ -116,7 +117,7 @@ def test_hints_are_the_sources(open_engine: Open) -> None:
     hits = {}
     for recall in (None, 1.0):
         with untraced(open_engine, "adaptive") as engine:
-            engine.store._throttle._share = 0.0
+            engine.store._gate = Gate(0.0, tries=False)
             recording = fitted(recorded(), engine.info.manifest)
             source = None if recall is None else ModelledHints(recall, recall, 32)
             measured = bench_replay(engine, requests(recording), source, rounds=1)
