@@ -2,9 +2,9 @@
 
 Run: python -m scripts.train_eviction [--requests even|odd] [--out FILE]
 Replays the recorded requests of tests/data/traces in order, from an empty EAMC and bank. Samples
-the inputs of random rows after random layers. The labels are uses within 1, 2, 4, 8 and 16 decode
-tokens; a span that a request does not complete has no label. One thread, fixed seeds: the same
-machine writes the same file.
+the inputs of random rows after random layers. The labels are uses within 1, 2, 4, 8, 16 and 32
+decode tokens; a span that a request does not complete has no label. One thread, fixed seeds: the
+same machine writes the same file.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from moeinf.offload.simulator.replay import Conditions, Walk
 
 ROOT = Path(__file__).resolve().parents[1]
 TRACES = ROOT / "tests/data/traces"
-SPANS = (1, 2, 4, 8, 16)
+SPANS = (1, 2, 4, 8, 16, 32)
 HIDDEN = 16
 Floats = NDArray[np.float32]
 
@@ -59,6 +59,8 @@ class Samples(Walk):
                     self._keep(layer, row)
             elif self._decoding and layer == own:
                 self._keep(layer, layer)
+            elif not self._decoding and layer % 4 == own % 4:  # a prompt's own row, when it settles
+                self._keep(layers - 1, layer)
         policy.end_pass(running.accepted)
         if not self._decoding:
             for row in range(layers):

@@ -10,11 +10,12 @@
 namespace moeinf {
 namespace {
 
-constexpr std::size_t kNearest = 64, kPrompt = 1024;
-constexpr float kBefore = 0.5F, kSharp = 0.15F, kDiscount = 0.1F;
+constexpr std::size_t kNearest = 48, kPrompt = 1024;
+constexpr std::size_t kFarNearest = 16, kFarTokens = 8;
+constexpr float kBefore = 0.5F, kSharp = 0.15F, kDiscount = 0.2F;
 constexpr float kMixture = 0.5F;
 constexpr std::size_t kRefreshes = 4;  // times per token that all rows are computed again
-constexpr std::array<float, kForecastSpans> kWait{0, 1, 2.5F, 5, 11};  // tokens until a use
+constexpr std::array<float, kForecastSpans> kWait{0, 1, 2.5F, 5, 11, 23};  // tokens until a use
 
 }  // namespace
 
@@ -34,6 +35,7 @@ Forecast::Forecast(std::size_t layers, std::size_t experts, std::size_t top_k, F
       prior_(kForecastPlaces, -1),
       votes_(layers * experts),
       later_(layers * experts),
+      far_(layers * experts),
       x_(kForecastInputs * experts),
       h_(kForecastHidden * experts),
       p_(kForecastSpans * experts),
@@ -100,6 +102,7 @@ bool Forecast::routed(std::size_t layer, std::span<const int> ids) {
         if (all) {
             std::fill(votes_.begin(), votes_.end(), 0.0F);
             std::fill(later_.begin(), later_.end(), 0.0F);
+            if (layer + 1 == layers_) std::fill(far_.begin(), far_.end(), 0.0F);
             for (Request* request : active_) vote(*request);
         }
     }
@@ -124,6 +127,7 @@ void Forecast::end(std::span<const char> accepted) {
     if (decoding_ || active_.empty()) return;
     std::fill(votes_.begin(), votes_.end(), 0.0F);
     std::fill(later_.begin(), later_.end(), 0.0F);
+    std::fill(far_.begin(), far_.end(), 0.0F);
     layer_ = layers_ - 1;
     for (auto& [name, request] : requests_) {
         if (std::find(active_.begin(), active_.end(), &request) == active_.end()) continue;
@@ -143,6 +147,7 @@ void Forecast::end_request(std::int64_t request) {
     if (found == requests_.end()) return;
     std::erase(active_, &found->second);
     requests_.erase(found);
+    ++ended_;
 }
 
 void Forecast::observe(Request& request, std::size_t layer) {
@@ -203,6 +208,24 @@ void Forecast::vote(Request& request) {
             if (voted_later > 0) later_[c] = 1 - (1 - later_[c]) * (1 - later[c] / voted_later);
         }
     }
+    if (last) vote_far(best, most, first);
+}
+
+void Forecast::vote_far(float best, std::size_t most, std::int64_t first) {
+    std::vector<float> far(far_.size());
+    float voted = 0;
+    for (std::size_t j = 0; j < std::min(most, kFarNearest); ++j) {
+        const float weight = exp2_of((-near_[j].first - best) * kSharp * 1.442695F);
+        std::int64_t n = after_[place(first - near_[j].second)];
+        for (std::size_t t = 0; t <= kFarTokens && held(n); ++t, n = after_[place(n)]) {
+            if (t == 0) continue;  // the next token has the votes of its own
+            voted += weight;
+            add_votes(far, n, 0, layers_, weight);
+        }
+    }
+    if (voted <= 0) return;
+    for (std::size_t c = 0; c < far.size(); ++c)
+        far_[c] = 1 - (1 - far_[c]) * (1 - far[c] / voted);
 }
 
 void Forecast::add_votes(std::vector<float>& votes, std::int64_t position, std::size_t first,
@@ -264,8 +287,10 @@ void Forecast::gather(std::size_t layer) {
     }
     std::copy_n(votes_.data() + first, experts_, input(11));
     std::copy_n(later_.data() + first, experts_, input(12));
+    std::copy_n(far_.data() + first, experts_, input(18));
     share_inputs(x, 5 * experts_);
     share_inputs(input(7), 6 * experts_);
+    share_inputs(input(18), experts_);
     const auto distance = static_cast<float>(layer > layer_ ? layer - layer_ : layer + layers_ - layer_);
     const std::array<float, 5> constants{share_input(share), layer > layer_ ? 1.0F : 0.0F,
                                          count_input(age), quality_,
@@ -282,6 +307,7 @@ void Forecast::inputs(std::size_t layer, std::span<float> out) {
 }
 
 void Forecast::score(std::size_t first, std::size_t last) {
+    const float mixture = kMixture + 1 / (1 + ended_);
     for (std::size_t layer = first; layer < last; ++layer) {
         gather(layer);
         for (std::size_t j = 0; j < kForecastInputs; ++j)
@@ -299,7 +325,7 @@ void Forecast::score(std::size_t first, std::size_t last) {
         const std::size_t cell = layer * experts_;
         float *keep = keep_.data() + cell, *next = next_.data() + cell;
         std::copy_n(p_.data(), experts_, next);
-        keep_row(p_.data(), discount, usage_.score().data() + cell, kMixture, experts_, keep);
+        keep_row(p_.data(), discount, usage_.score().data() + cell, mixture, experts_, keep);
         if (cell >= silent_) continue;
         const std::size_t over = std::min(experts_, silent_ - cell);
         std::fill_n(keep, over, kOver);

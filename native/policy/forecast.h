@@ -9,10 +9,13 @@
 //          similarity of position n = overlap of n + kBefore · overlap of the token before n
 //          kNearest positions vote with exp(kSharp · similarity). Rows behind the running layer take
 //          the votes of the tokens after n, rows before it those of n itself.
+//   far    once per token, the kFarNearest positions vote by the kFarTokens tokens that follow the
+//          next one: what the rest of the request uses
 //
-// Outputs, per cell: the probabilities of a use within 1, 2, 4, 8 and 16 decode tokens. `next` is the
-// first. `keep` is the sum of their differences, discounted by the time until then, plus kMixture
-// times the score of usage.h: it ranks the cells that the network expects beyond its last span.
+// Outputs, per cell: the probabilities of a use within 1, 2, 4, 8, 16 and 32 decode tokens. `next` is
+// the first. `keep` is the sum of their differences, discounted by the time until then, plus the
+// score of usage.h: it ranks the cells that the network expects beyond its last span. Its weight is
+// kMixture + 1 / (1 + ended requests), because the first requests have no past to judge from.
 // All rows are computed again every kRefresh layers, a row that has just run at once.
 //
 // scripts/train_eviction.py trains the network on recorded requests. Every input is a share or a
@@ -31,7 +34,7 @@
 
 namespace moeinf {
 
-inline constexpr std::size_t kForecastInputs = 18, kForecastHidden = 16, kForecastSpans = 5;
+inline constexpr std::size_t kForecastInputs = 19, kForecastHidden = 16, kForecastSpans = 6;
 inline constexpr std::size_t kForecastDecays = 5;
 inline constexpr std::size_t kForecastPlaces = 4096;  // tokens in the bank; a power of two
 
@@ -89,6 +92,7 @@ class Forecast {
     void vote(Request& request);
     void add_votes(std::vector<float>& votes, std::int64_t position, std::size_t first,
                    std::size_t last, float weight) const;
+    void vote_far(float best, std::size_t most, std::int64_t first);
     void append(Request& request, std::span<const std::int16_t> token);
     void score(std::size_t first, std::size_t last);
     void gather(std::size_t layer);
@@ -100,6 +104,7 @@ class Forecast {
     bool decoding_ = false;
     std::size_t layer_ = 0;
     std::int64_t now_ = 0;
+    float ended_ = 0;                        // requests
     float decode_tokens_ = 0;
     std::vector<float> all_;                 // [L·E] decode tokens that used the cell
     std::vector<std::int64_t> used_;         // [L·E] the last token that used it
@@ -111,7 +116,7 @@ class Forecast {
     std::vector<std::uint64_t> bits_;        // [L, W, places]
     std::vector<std::int16_t> tokens_;       // [places, L, K]
     std::vector<std::int64_t> after_, prior_;  // [places] positions; -1: none
-    std::vector<float> votes_, later_;       // [L·E]
+    std::vector<float> votes_, later_, far_;  // [L·E]
     float quality_ = 0;                      // similarity of the nearest position, 0 ... 1
     std::vector<float> similar_;
     std::vector<std::uint16_t> steps_;       // similarity below the best, in steps

@@ -2,18 +2,19 @@
 
 native/policy/forecast.h has the inputs and the network. The decisions are those of `adaptive`
 (native/policy/adaptive_core.h) with another score. scripts/train_eviction.py trains the network and
-writes learned_net.py. Decision 0076 has the measurements.
+writes learned_net.py. Decisions 0076 and 0089 have the measurements.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moeinf.offload.policy.adaptive import Adaptive, AdaptiveKnobs
-from moeinf.offload.policy.base import Setup
+from moeinf.offload.policy.base import Setup, Weights
 from moeinf.offload.policy.learned_net import NET
 from moeinf.offload.routing.trace import Phase
 
@@ -33,9 +34,15 @@ class Learned(Adaptive):
         self.core.begin_rows(rows.tolist(), self._decoding)
         super().begin_pass(rows, phase)
 
-    def end_pass(self, accepted: NDArray[np.bool_] | None) -> None:
-        if not self._decoding:  # the prompt is known now, and so are the requests like it
+    def routed(
+        self, layer: int, ids: NDArray[np.integer[Any]], weights: Weights | None = None
+    ) -> None:
+        self._requests.routed(layer, ids)
+        if not self._decoding:  # requests like the prompt so far judge which of its experts stay
             self._write_predictions()
+        self.core.routed(layer, ids)
+
+    def end_pass(self, accepted: NDArray[np.bool_] | None) -> None:
         self.core.end_pass([] if accepted is None else accepted.tolist())
 
     def end_request(self, request: int) -> None:

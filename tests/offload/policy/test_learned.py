@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from moeinf.native import AdaptiveCore
 from moeinf.offload.policy.base import Setup
 from moeinf.offload.policy.learned import KNOBS, Learned
 from moeinf.offload.policy.learned_net import NET
+from moeinf.offload.routing.eamc import Eamc
 from moeinf.offload.routing.requests_file import read_requests
 from moeinf.offload.routing.route_csv import read_route_csv
 from moeinf.offload.routing.trace import Recording, RoutingShape
@@ -21,16 +23,17 @@ from moeinf.offload.simulator.clock import TimeModel
 
 TRACES = Path(__file__).parents[2] / "data" / "traces"
 SHAPE = RoutingShape(layers=24, experts=32, top_k=4)
-QUALITY = 16  # the input with the similarity of the nearest past token
-VOTES = 11  # the input of native/policy/forecast.h that has the votes of past tokens
+# inputs of native/policy/forecast.h: votes for the next token, similarity of the nearest past one,
+# votes for eight later tokens
+VOTES, QUALITY, FAR = 11, 16, 18
 
 
-def votes_alone() -> dict[str, list[float]]:
-    """Return a network whose first output grows with the votes of past tokens alone."""
+def votes_alone(votes: int = VOTES) -> dict[str, list[float]]:
+    """Return a network whose first output grows with one input of votes of past tokens alone."""
     sizes = {name: len(part) for name, part in NET.items()}
     net = {name: [0.0] * size for name, size in sizes.items()}
     net["scale"] = [1.0] * sizes["scale"]
-    net["hidden"][VOTES] = 1.0
+    net["hidden"][votes] = 1.0
     net["output"][0] = 1.0
     return net
 
@@ -71,6 +74,35 @@ def test_the_token_after_the_most_similar_one_is_expected() -> None:
         policy.routed(layer, tokens[12][layer])
     assert (expected(policy)[12:] == np.sort(tokens[12][12:, 0], axis=1)).all()
     assert (expected(policy)[:12] == np.sort(tokens[13][:12, 0], axis=1)).all()
+
+
+def test_the_far_votes_are_for_the_tokens_after_the_next_one() -> None:
+    policy = learned(votes_alone(FAR))
+    tokens = [token(seed) for seed in range(30)]
+    for ids in tokens:
+        run(policy, ids)
+    run(policy, tokens[7], request=1)
+    uses = np.zeros((SHAPE.layers, SHAPE.experts), int)
+    for ids in tokens[9:17]:
+        np.put_along_axis(uses, ids[:, 0], np.take_along_axis(uses, ids[:, 0], 1) + 1, 1)
+    by_uses = [policy.core.next[uses == count] for count in range(4)]
+    for fewer, more in pairwise(by_uses):
+        assert fewer.max() < more.min()
+
+
+def test_a_prompt_is_matched_while_it_runs() -> None:
+    """After its first layer, past requests that began like it give the answer's routing."""
+    eamc = Eamc(10, SHAPE.layers, SHAPE.experts)
+    drawn = np.random.default_rng(0).integers(1, 9, (4, SHAPE.layers, SHAPE.experts))
+    for prompt, answer in ((drawn[0], drawn[1]), (drawn[2], drawn[3])):
+        for _ in range(5):  # as many as are averaged
+            eamc.add(prompt, answer)
+    policy = Learned(Setup(SHAPE, 16, eamc), votes_alone())
+    rows = np.repeat(np.arange(SHAPE.experts), drawn[0, 0])  # one row per count of layer 0
+    policy.begin_pass(np.zeros(len(rows), np.int64), "prefill")
+    policy.routed(0, rows[:, None])
+    wanted = SHAPE.top_k * drawn[1] / drawn[1].sum(1, keepdims=True)
+    np.testing.assert_allclose(policy.core.past, wanted, rtol=1e-5)
 
 
 def test_a_token_that_was_not_accepted_is_no_past() -> None:
