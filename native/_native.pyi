@@ -641,6 +641,43 @@ class MlaStep:
         cos and sin are [R, rope / 2] float32. Otherwise like GqaStep.
         """
 
+@final
+class AttentionHalf:
+    """A layer up to its experts, for one token per request; all bfloat16. See attention_half.h."""
+
+    def __init__(
+        self,
+        norm: tuple[int, int, float],
+        inputs: Sequence[tuple[LinearKernel, int]],
+        step: GqaStep | MlaStep,
+        output: tuple[LinearKernel, int],
+        residual: float,
+        ffn_norm: tuple[int, int, float],
+        router: RouterKernel | None,
+    ) -> None:
+        """Set up the half. A norm is as in GqaStep; a pair is (layer, address of its bias or 0).
+
+        inputs: q, k, v of a GqaStep, or q, latent of an MlaStep. residual: a factor on the output.
+        Weights must not move. Raises ValueError.
+        """
+
+    def __call__(
+        self,
+        x: int,
+        cos: int,
+        sin: int,
+        requests: Sequence[tuple[int, int, int, int, int, int, int]],
+        y: int,
+        z: int,
+        ids: int,
+        weights: int,
+    ) -> None:
+        """Run: y = x + residual · attention(norm(x)), z = ffn_norm(y), both [R, D].
+
+        ids [R, K] int64 and weights [R, K] f32 are the router's for z; unused without one. For
+        requests see GqaStep. Works without the GIL. Raises ValueError, MemoryError.
+        """
+
 def rms_norm(weight: int, width: int, eps: float, x: int, rows: int, out: int) -> None:
     """Divide each row of x [rows, width] bfloat16 by its root mean square, times weight [width]."""
 

@@ -3,7 +3,8 @@
 Run: python scripts/make_checkpoint.py FOLDER --gigabytes 1.7 && moeinf pull FOLDER --name big
      python scripts/profile_decode.py big [--torch] [--context 512] [--tokens 60]
 --torch leaves out the native pieces of runtime/dense/cpu_fused.py. The rest is Python, additions,
-the embedding and the store's bookkeeping.
+the embedding and the store's bookkeeping. Timed pieces are not joined into the calls of
+runtime/dense/cpu_block.py: the row "all" is the time of a token in pieces.
 """
 
 from __future__ import annotations
@@ -27,7 +28,13 @@ from moeinf.runtime.library.library import Library
 from moeinf.runtime.sampling.sampler import Sampler, SamplingOptions
 
 _spent: dict[str, float] = defaultdict(float)  # seconds, by piece
-_NAMES = {"RmsNorm": "norms", "GqaCore": "attention", "MlaCore": "attention", "DecodeStep": None}
+_NAMES = {
+    "RmsNorm": "norms",
+    "GqaCore": "attention",
+    "MlaCore": "attention",
+    "SoftmaxRouter": "router",
+    "SigmoidRouter": "router",
+}
 
 
 def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -51,7 +58,7 @@ class TimedWeights(loader.DenseWeights):
         return timed("linears", super().linear(prefix, out_features, in_features, bias))
 
     def tuned(self, piece: Piece) -> Piece:
-        name = _NAMES.get(type(piece).__name__, "router")
+        name = _NAMES.get(type(piece).__name__)
         found = super().tuned(piece) if self.native else piece
         return found if name is None else timed(name, found)  # type: ignore[return-value]
 

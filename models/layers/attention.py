@@ -238,17 +238,17 @@ class GqaAttention:
         sinks: Tensor | None = None,
     ) -> None:
         """Build layer `layer`; for the norms and sinks see GqaCore."""
-        self._projections, self._shape = projections, shape
-        self._core = projections.tuned(GqaCore(layer, shape, q_norm, k_norm, sinks))
+        self.projections, self.shape = projections, shape
+        self.core = projections.tuned(GqaCore(layer, shape, q_norm, k_norm, sinks))
 
     def __call__(self, x: Tensor, rows: PassRows) -> Tensor:
         """Map x [T, D] to [T, D]; write each request's keys and values into its cache."""
-        p, q = self._projections, self._projections.q(x)
-        if not self._shape.gated:
-            return p.o(self._core(q, p.k(x), p.v(x), rows))
-        heads = torch.unflatten(q, -1, (self._shape.heads, -1))  # [T, H, 2W]
+        p, q = self.projections, self.projections.q(x)
+        if not self.shape.gated:
+            return p.o(self.core(q, p.k(x), p.v(x), rows))
+        heads = torch.unflatten(q, -1, (self.shape.heads, -1))  # [T, H, 2W]
         q, gate = (y.flatten(1) for y in heads.chunk(2, -1))  # [T, H·W] each
-        return p.o(self._core(q, p.k(x), p.v(x), rows) * gate.sigmoid())
+        return p.o(self.core(q, p.k(x), p.v(x), rows) * gate.sigmoid())
 
 
 def gqa_projections(parts: Parts, prefix: str, hidden: int, shape: GqaShape) -> Projections:

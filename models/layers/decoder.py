@@ -113,7 +113,7 @@ class Block:
     def __call__(self, x: Tensor, rows: PassRows, experts: Experts) -> Tensor:
         """Map [T, D] to [T, D]."""
         x = self._attended(x, rows)
-        return self._plus(x, self.ffn(self.ffn_norm(x), experts))
+        return self.plus(x, self.ffn(self.ffn_norm(x), experts))
 
     def over(self, x: Tensor, pieces: Sequence[Piece], experts: Experts) -> Tensor:
         """Map x [T, D], which is overwritten, to [T, D]: each piece as if it were a pass."""
@@ -125,12 +125,13 @@ class Block:
         for at, rows in pieces:
             x[at] = self._attended(x[at], rows)
             normed[at] = self.ffn_norm(x[at])
-        return self._plus(x, self.ffn.over(normed, [at for at, _ in pieces], experts))
+        return self.plus(x, self.ffn.over(normed, [at for at, _ in pieces], experts))
 
     def _attended(self, x: Tensor, rows: PassRows) -> Tensor:
-        return self._plus(x, self.attention(self.attention_norm(x), rows))
+        return self.plus(x, self.attention(self.attention_norm(x), rows))
 
-    def _plus(self, x: Tensor, change: Tensor) -> Tensor:
+    def plus(self, x: Tensor, change: Tensor) -> Tensor:
+        """Return x + residual · change."""
         return x + change if self.residual == 1.0 else x + change * self.residual
 
 
@@ -249,7 +250,7 @@ class Decoder:
             embedding,
             config.embedding_scale,
             Rope(config.rope, rope_dim, embedding.device),
-            _sparse_tuned(_looking_ahead([_tuned(block, parts) for block in blocks]), parts),
+            tuple(parts.tuned(block) for block in _sparse_tuned(blocks, parts)),
             parts.tuned(_final_norm(config, parts)),
             parts.linear(head, config.vocab, config.hidden, config.head_bias),
             self._cache,
@@ -377,10 +378,10 @@ def _looking_ahead(blocks: Sequence[Layer]) -> tuple[Layer, ...]:
 
 
 def _sparse_tuned(blocks: Sequence[Layer], parts: Parts) -> tuple[Layer, ...]:
-    """Let the loader tune whole MoE layers; hints keep the routers that they have."""
+    """Let the loader tune the parts of blocks, then MoE layers; hints keep their routers."""
     return tuple(
         replace(block, ffn=parts.tuned(block.ffn)) if isinstance(block.ffn, SparseFfn) else block
-        for block in blocks
+        for block in _looking_ahead([_tuned(block, parts) for block in blocks])
     )
 
 

@@ -87,20 +87,20 @@ class MlaAttention:
     """Latent attention of one layer."""
 
     def __init__(self, layer: int, shape: MlaShape, hidden: int, parts: Parts, prefix: str) -> None:
-        self._q = _query(shape, hidden, parts, prefix)
-        self._kv_a = parts.linear(
+        self.q = _query(shape, hidden, parts, prefix)
+        self.kv_a = parts.linear(
             f"{prefix}.kv_a_proj_with_mqa", shape.kv_lora + shape.rope, hidden, shape.bias
         )
         norm = RmsNorm(parts.tensor(f"{prefix}.kv_a_layernorm.weight", shape.kv_lora), _EPS)
         rows = shape.heads * (shape.nope + shape.value)
         kv_b = parts.tensor(f"{prefix}.kv_b_proj.weight", rows, shape.kv_lora)
         kv_b = kv_b.view(shape.heads, -1, shape.kv_lora)
-        self._core = parts.tuned(MlaCore(layer, shape, norm, kv_b))
-        self._o = parts.linear(f"{prefix}.o_proj", hidden, shape.heads * shape.value, shape.bias)
+        self.core = parts.tuned(MlaCore(layer, shape, norm, kv_b))
+        self.o = parts.linear(f"{prefix}.o_proj", hidden, shape.heads * shape.value, shape.bias)
 
     def __call__(self, x: Tensor, rows: PassRows) -> Tensor:
         """Map x [T, D] to [T, D]; write each request's latents into its cache."""
-        return self._o(self._core(self._q(x), self._kv_a(x), rows))
+        return self.o(self.core(self.q(x), self.kv_a(x), rows))
 
 
 @dataclass(frozen=True)

@@ -163,7 +163,10 @@ class SparseFfn:
 
     def __call__(self, x: Tensor, experts: Experts) -> Tensor:
         """Return the layer's output: [T, D] -> [T, D]."""
-        pending = self.start(x, experts)
+        return self.finish(x, self.start(x, experts))
+
+    def finish(self, x: Tensor, pending: Pending) -> Tensor:
+        """Return the output of a layer whose routed experts have been submitted."""
         shared = self.shared(x) if self.shared is not None else None
         routed = pending.result()
         return routed if shared is None else routed + shared
@@ -179,7 +182,17 @@ class SparseFfn:
         self, x: Tensor, experts: Experts, pieces: Sequence[slice] = (slice(None),)
     ) -> Pending:
         """Submit only the routed experts of x [T, D], for a layer that does more meanwhile."""
-        ids, weights = _over(self.router, x, pieces)
+        return self.submit(x, *_over(self.router, x, pieces), experts, pieces)
+
+    def submit(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        experts: Experts,
+        pieces: Sequence[slice] = (slice(None),),
+    ) -> Pending:
+        """Submit the routed experts of x [T, D], which the router has chosen."""
         if self.ahead is not None and experts.wants_hints:
             experts.hint(self.layer + 1, *_over(self.ahead, x, pieces))
         return experts.submit(self.layer, x, ids, weights)

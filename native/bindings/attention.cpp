@@ -9,11 +9,15 @@
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <utility>
+#include <variant>
 #include <vector>
 
+#include "attention/attention_half.h"
 #include "attention/attention_step.h"
-#include "measure/ceilings.h"
 #include "attention/decode_attention.h"
+#include "bindings/kernels.h"
+#include "measure/ceilings.h"
 
 namespace py = pybind11;
 
@@ -107,6 +111,70 @@ void run_mla(const MlaStep& step, std::uint64_t q, std::uint64_t latent, std::ui
              const_cast<std::uint16_t*>(items(out)));
 }
 
+using Biased = std::pair<const LinearKernel*, std::uint64_t>;  // a layer, the address of its bias
+using Step = std::variant<const GqaStep*, const MlaStep*>;
+
+Projection to_projection(const Biased& linear) {
+    return {linear.first->matrix(), items(linear.second)};
+}
+
+std::vector<std::size_t> input_widths(const GqaStep& step) {
+    const std::size_t wide = step.shape.heads * step.shape.key_width;
+    const std::size_t narrower = step.shape.kv_heads * step.shape.key_width;
+    return {wide, narrower, narrower};
+}
+
+std::vector<std::size_t> input_widths(const MlaStep& step) {
+    const std::size_t rope = step.shape.key_width - step.shape.value_width;
+    return {step.shape.heads * (step.nope + rope), step.shape.key_width};
+}
+
+std::size_t output_width(const GqaStep& step) {
+    return step.shape.heads * step.shape.key_width;
+}
+
+std::size_t output_width(const MlaStep& step) {
+    return step.shape.heads * step.value;
+}
+
+AttentionHalf make_half(const Norm& norm, const std::vector<Biased>& inputs, const Step& step,
+                        const Biased& output, float residual, const Norm& ffn_norm,
+                        const RouterKernel* router) {
+    const std::size_t hidden = output.first->matrix().rows;
+    AttentionHalf half{to_norm(norm, hidden), {}, {}, to_projection(output), residual,
+                       to_norm(ffn_norm, hidden), {}};
+    std::vector<std::size_t> widths;
+    std::visit(
+        [&](const auto* found) {
+            half.step = *found;
+            widths = input_widths(*found);
+            if (half.output.weight.columns != output_width(*found)) widths.clear();
+        },
+        step);
+    if (inputs.size() != widths.size()) throw std::invalid_argument("projections of another step");
+    for (std::size_t i = 0; i < inputs.size(); ++i) {
+        const Projection& input = half.inputs.emplace_back(to_projection(inputs[i]));
+        if (input.weight.rows != widths[i] || input.weight.columns != hidden)
+            throw std::invalid_argument("projections of another step");
+    }
+    if (half.norm.width != hidden || half.ffn_norm.width != hidden ||
+        (router != nullptr && router->router().weight.columns != hidden))
+        throw std::invalid_argument("norms and router of another width");
+    if (router != nullptr) half.router = router->router();
+    return half;
+}
+
+void run_half(const AttentionHalf& half, std::uint64_t x, std::uint64_t cos, std::uint64_t sin,
+              const std::vector<Planes>& requests, std::uint64_t y, std::uint64_t z,
+              std::uint64_t ids, std::uint64_t weights) {
+    const std::vector<CachedRows> rows = to_rows(requests);
+    const py::gil_scoped_release no_gil;
+    attention_half(compute_pool(), current_kernels(), half, rows, items(x),
+                   {floats(cos), floats(sin)},
+                   {const_cast<std::uint16_t*>(items(y)), const_cast<std::uint16_t*>(items(z)),
+                    reinterpret_cast<std::int64_t*>(ids), reinterpret_cast<float*>(weights)});
+}
+
 // Keeps the GIL: the call takes only some microseconds.
 void norm_rows(std::uint64_t weight, std::size_t width, float eps, std::uint64_t x,
                std::size_t rows, std::uint64_t out) {
@@ -150,6 +218,11 @@ void bind_attention(py::module_& m) {
              py::arg("kv_b"))
         .def("__call__", &run_mla, py::arg("q"), py::arg("latent"), py::arg("cos"),
              py::arg("sin"), py::arg("out"), py::arg("requests"));
+    py::class_<AttentionHalf>(m, "AttentionHalf", py::is_final())
+        .def(py::init(&make_half), py::arg("norm"), py::arg("inputs"), py::arg("step"),
+             py::arg("output"), py::arg("residual"), py::arg("ffn_norm"), py::arg("router"))
+        .def("__call__", &run_half, py::arg("x"), py::arg("cos"), py::arg("sin"),
+             py::arg("requests"), py::arg("y"), py::arg("z"), py::arg("ids"), py::arg("weights"));
     m.def("rms_norm", &norm_rows, py::arg("weight"), py::arg("width"), py::arg("eps"),
           py::arg("x"), py::arg("rows"), py::arg("out"));
 }

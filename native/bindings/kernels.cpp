@@ -81,26 +81,6 @@ Dtype dtype_of(bool f32) {
     return f32 ? Dtype::kF32 : Dtype::kBf16;
 }
 
-class LinearKernel {
-  public:
-    LinearKernel(const std::string& format, std::size_t out_features, std::size_t in_features,
-                 std::uintptr_t weights)
-        : matrix_{nullptr, format_of(format), out_features, in_features} {
-        check_side(out_features);
-        check_side(in_features);
-        matrix_.data = weights_at(weights, matrix_.format);
-    }
-
-    void run(std::uintptr_t x, std::size_t rows, std::uintptr_t out, bool f32) const {
-        const py::gil_scoped_release no_gil;
-        linear(compute_pool(), current_kernels(), matrix_, at(x), dtype_of(f32), rows, at(out),
-               dtype_of(f32));
-    }
-
-  private:
-    Matrix matrix_;
-};
-
 class ExpertKernel {
   public:
     ExpertKernel(const std::string& format, std::size_t hidden, std::size_t intermediate,
@@ -140,32 +120,45 @@ class ExpertKernel {
     ExpertShape shape_;
 };
 
-class RouterKernel {
-  public:
-    RouterKernel(std::uintptr_t weight, std::size_t experts, std::size_t hidden, std::size_t top_k,
-                 bool renormalise, float scale, std::size_t groups, std::size_t kept)
-        : router_{{weights_at(weight, Format::kBf16), Format::kBf16, experts, hidden},
-                  top_k, renormalise, scale, groups, kept} {
-        check_side(experts);
-        check_side(hidden);
-        if (top_k < 1 || top_k > experts)
-            throw std::invalid_argument("a token goes to 1 ... all experts");
-        if (groups < 1 || groups > kMaxRouterGroups || experts % groups || kept < 1 ||
-            kept > groups)
-            throw std::invalid_argument("groups are equal, and 1 ... all of them are kept");
-    }
-
-    void run(std::uintptr_t x, std::size_t rows, std::uintptr_t ids, std::uintptr_t weights) const {
-        const py::gil_scoped_release no_gil;
-        route(compute_pool(), current_kernels(), router_, at(x), rows, at<std::int64_t>(ids),
-              at<float>(weights));
-    }
-
-  private:
-    Router router_;
-};
+Router checked(const Router& router) {
+    check_side(router.weight.rows);
+    check_side(router.weight.columns);
+    if (router.top_k < 1 || router.top_k > router.weight.rows)
+        throw std::invalid_argument("a token goes to 1 ... all experts");
+    if (router.groups < 1 || router.groups > kMaxRouterGroups ||
+        router.weight.rows % router.groups || router.kept < 1 || router.kept > router.groups)
+        throw std::invalid_argument("groups are equal, and 1 ... all of them are kept");
+    return router;
+}
 
 }  // namespace
+
+LinearKernel::LinearKernel(const std::string& format, std::size_t out_features,
+                           std::size_t in_features, std::uintptr_t weights)
+    : matrix_{nullptr, format_of(format), out_features, in_features} {
+    check_side(out_features);
+    check_side(in_features);
+    matrix_.data = weights_at(weights, matrix_.format);
+}
+
+void LinearKernel::run(std::uintptr_t x, std::size_t rows, std::uintptr_t out, bool f32) const {
+    const py::gil_scoped_release no_gil;
+    linear(compute_pool(), current_kernels(), matrix_, at(x), dtype_of(f32), rows, at(out),
+           dtype_of(f32));
+}
+
+RouterKernel::RouterKernel(std::uintptr_t weight, std::size_t experts, std::size_t hidden,
+                           std::size_t top_k, bool renormalise, float scale, std::size_t groups,
+                           std::size_t kept)
+    : router_(checked({{weights_at(weight, Format::kBf16), Format::kBf16, experts, hidden},
+                       top_k, renormalise, scale, groups, kept})) {}
+
+void RouterKernel::run(std::uintptr_t x, std::size_t rows, std::uintptr_t ids,
+                       std::uintptr_t weights) const {
+    const py::gil_scoped_release no_gil;
+    route(compute_pool(), current_kernels(), router_, at(x), rows, at<std::int64_t>(ids),
+          at<float>(weights));
+}
 
 void bind_kernels(py::module_& m) {
     const auto no_gil = py::call_guard<py::gil_scoped_release>();

@@ -21,10 +21,15 @@ constexpr std::size_t kRowsWorthThreads = 8;  // from this count, all threads pr
 class Rows {
   public:
     Rows(Format format, std::size_t columns, std::size_t count, Scratch& scratch)
-        : format_(format),
-          columns_(columns),
-          stride_(groups_of(format, columns) * group_bytes()),
-          base_(scratch.take(count * stride_)) {}
+        : Rows(format, columns) {
+        place(scratch.take(count * stride_));
+    }
+    Rows(Format format, std::size_t columns)  // without memory
+        : format_(format), columns_(columns), stride_(groups_of(format, columns) * group_bytes()) {}
+
+    void place(std::byte* base) { base_ = base; }
+    Format format() const { return format_; }
+    std::size_t stride() const { return stride_; }
 
     std::size_t groups() const { return groups_of(format_, columns_); }
     const std::byte* row(std::size_t index) const { return base_ + index * stride_; }
@@ -53,8 +58,12 @@ class Rows {
     Format format_;
     std::size_t columns_;
     std::size_t stride_;
-    std::byte* base_;
+    std::byte* base_ = nullptr;
 };
+
+constexpr std::size_t aligned(std::size_t bytes) {
+    return ceil_div(bytes, 64) * 64;
+}
 
 constexpr std::size_t item_bytes(Dtype dtype) {
     return dtype == Dtype::kF32 ? 4 : 2;
@@ -266,13 +275,38 @@ void expert_ffn(ThreadPool& pool, const Kernels& kernels, const ExpertShape& sha
 
 void linear(ThreadPool& pool, const Kernels& kernels, const Matrix& weights, const std::byte* x,
             Dtype x_dtype, std::size_t count, std::byte* out, Dtype out_dtype) {
-    Rows inputs(weights.format, weights.columns, count, x_scratch);
-    fill_all(pool, inputs, x, count, weights.columns, x_dtype,
-             [](std::size_t i) { return i; });
-    std::vector<const std::byte*> rows(count);
-    for (std::size_t t = 0; t < count; ++t) rows[t] = inputs.row(t);
-    pool.parallel_for(pieces_of(weights), [&](std::size_t piece) {
-        multiply_piece(kernels, weights, piece, rows.data(), count, out, out_dtype,
+    const Product product{weights, out};
+    linears(pool, kernels, {&product, 1}, x, x_dtype, count, out_dtype);
+}
+
+void linears(ThreadPool& pool, const Kernels& kernels, std::span<const Product> products,
+             const std::byte* x, Dtype x_dtype, std::size_t count, Dtype out_dtype) {
+    std::vector<Rows> forms;                 // of x, one for every format of weights
+    std::vector<std::size_t> form_of, ends;  // by product: its form, the end of its pieces
+    std::size_t bytes = 0, pieces = 0;
+    for (const auto& [weights, out] : products) {
+        const auto same = [&](const Rows& rows) { return rows.format() == weights.format; };
+        const auto found = std::find_if(forms.begin(), forms.end(), same);
+        form_of.push_back(static_cast<std::size_t>(found - forms.begin()));
+        if (found == forms.end())
+            bytes += aligned(count * forms.emplace_back(weights.format, weights.columns).stride());
+        ends.push_back(pieces += pieces_of(weights));
+    }
+    std::byte* base = x_scratch.take(bytes);
+    std::vector<const std::byte*> rows;  // [forms][count]
+    for (Rows& form : forms) {
+        form.place(base);
+        base += aligned(count * form.stride());
+        fill_all(pool, form, x, count, products[0].weights.columns, x_dtype,
+                 [](std::size_t i) { return i; });
+        for (std::size_t t = 0; t < count; ++t) rows.push_back(form.row(t));
+    }
+    pool.parallel_for(pieces, [&](std::size_t piece) {
+        std::size_t p = 0;
+        while (piece >= ends[p]) ++p;
+        const std::size_t first = p == 0 ? 0 : ends[p - 1];
+        multiply_piece(kernels, products[p].weights, piece - first,
+                       rows.data() + form_of[p] * count, count, products[p].out, out_dtype,
                        [](std::size_t i) { return i; });
     });
 }

@@ -75,6 +75,17 @@ void expert_ffn(ThreadPool& pool, const Kernels& kernels, const ExpertShape& sha
 void linear(ThreadPool& pool, const Kernels& kernels, const Matrix& weights, const std::byte* x,
             Dtype x_dtype, std::size_t count, std::byte* out, Dtype out_dtype);
 
+// One of several products with the same x.
+struct Product {
+    Matrix weights;
+    std::byte* out;  // [T, N]
+};
+
+// Computes the same as `linear` for every product, in one round. All have the same K. Throws
+// std::bad_alloc.
+void linears(ThreadPool& pool, const Kernels& kernels, std::span<const Product> products,
+             const std::byte* x, Dtype x_dtype, std::size_t count, Dtype out_dtype);
+
 // Computes out[t] = Σ_k weights[t, k] · rows[t, k] and rounds it once. Multiplications and
 // additions are separate, in f32. rows [T, K, D] and out [T, D] of `dtype`, weights [T, K] f32.
 void combine(const std::byte* rows, const float* weights, std::size_t count, std::size_t top_k,

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 
 from moeinf.models.base import Piece
+from moeinf.models.layers.decoder import Block
 from moeinf.runtime.dense import cpu_linear
+from moeinf.runtime.dense.cpu_block import tuned_block
 from moeinf.runtime.dense.cpu_fused import tuned
 
 
@@ -19,4 +23,4 @@ class CpuMath:
 
     def tuned(self, piece: Piece) -> Piece:
         """See models.base.Parts.tuned."""
-        return tuned(piece)
+        return cast(Piece, tuned_block(piece)) if isinstance(piece, Block) else tuned(piece)

@@ -8,20 +8,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from moeinf.models.base import Piece
 from moeinf.models.layers.attention import GqaCore
-from moeinf.models.layers.kv_cache import PassRows, Span
+from moeinf.models.layers.kv_cache import KvCache, PassRows, Span
 from moeinf.models.layers.mla import MlaCore
 from moeinf.models.layers.norms import RmsNorm
 from moeinf.models.layers.routing import SoftmaxRouter
 from moeinf.native import GqaStep, MlaStep, RouterKernel, rms_norm
 from moeinf.offload.store.compute import MOST_ROWS
 
+_Planes = tuple[int, int, int, int, int, int]  # of a layer: addresses and strides
 _Request = tuple[int, int, int, int, int, int, int]
+_planes: WeakKeyDictionary[KvCache, list[_Planes]] = WeakKeyDictionary()  # by layer
 
 
 def tuned(piece: Piece) -> Piece:
@@ -34,16 +37,18 @@ class NativeNorm:
     """RmsNorm for few rows."""
 
     def __init__(self, torch_norm: RmsNorm) -> None:
-        self._torch, self._weight = torch_norm, torch_norm.weight
+        self.torch_norm, self._weight = torch_norm, torch_norm.weight
         self._address, self._width = self._weight.data_ptr(), len(self._weight)
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.numel() // self._width
         if rows > MOST_ROWS or x.dtype != torch.bfloat16:
-            return self._torch(x)
+            return self.torch_norm(x)
         x = x.contiguous()
         out = torch.empty_like(x)
-        rms_norm(self._address, self._width, self._torch.eps, x.data_ptr(), rows, out.data_ptr())
+        rms_norm(
+            self._address, self._width, self.torch_norm.eps, x.data_ptr(), rows, out.data_ptr()
+        )
         return out
 
 
@@ -54,9 +59,9 @@ class NativeRouter:
         self.torch_router, weight = torch_router, torch_router.weight
         groups, kept = torch_router.groups or (1, 1)
         experts, hidden = weight.shape
-        self._top_k = torch_router.top_k
-        self._kernel = RouterKernel(
-            weight.data_ptr(), experts, hidden, self._top_k,
+        self.top_k = torch_router.top_k
+        self.kernel = RouterKernel(
+            weight.data_ptr(), experts, hidden, self.top_k,
             torch_router.renormalise, torch_router.scale, groups, kept,
         )  # fmt: skip
 
@@ -64,9 +69,9 @@ class NativeRouter:
         if len(x) > MOST_ROWS or x.dtype != torch.bfloat16:
             return self.torch_router(x)
         x = x.contiguous()
-        ids = torch.empty(len(x), self._top_k, dtype=torch.int64)
-        weights = torch.empty(len(x), self._top_k)
-        self._kernel.run(x.data_ptr(), len(x), ids.data_ptr(), weights.data_ptr())
+        ids = torch.empty(len(x), self.top_k, dtype=torch.int64)
+        weights = torch.empty(len(x), self.top_k)
+        self.kernel.run(x.data_ptr(), len(x), ids.data_ptr(), weights.data_ptr())
         return ids, weights
 
 
@@ -75,34 +80,34 @@ class NativeGqa:
 
     def __init__(self, core: GqaCore) -> None:
         shape = core.shape
-        self._torch, self._layer = core, core.layer
+        self._torch, self.layer = core, core.layer
+        self.angles = shape.head_dim // 2  # whole heads rotate; partial rotary has fewer
         self._sinks = None if core.sinks is None else core.sinks.float().contiguous()
-        self._step = GqaStep(
+        self.step = GqaStep(
             shape.heads,
             shape.kv_heads,
             shape.head_dim,
             shape.softmax_scale,
             shape.window or 0,
-            _norm(core.q_norm),
-            _norm(core.k_norm),
+            native_norm(core.q_norm),
+            native_norm(core.k_norm),
             shape.clip or 0.0,
             0 if self._sinks is None else self._sinks.data_ptr(),
         )
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, rows: PassRows) -> Tensor:
-        # The step rotates whole heads; partial rotary has fewer angles.
-        if q.dtype != torch.bfloat16 or 2 * rows.cos.shape[-1] != self._torch.shape.head_dim:
+        if q.dtype != torch.bfloat16 or rows.cos.shape[-1] != self.angles:
             return self._torch(q, k, v, rows)
 
         def step(rows: PassRows, out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
-            self._step(
+            self.step(
                 q.data_ptr(),
                 k.data_ptr(),
                 v.data_ptr(),
                 rows.cos.data_ptr(),
                 rows.sin.data_ptr(),
                 out.data_ptr(),
-                _requests(rows.spans, self._layer),
+                requests(rows.spans, self.layer),
             )
 
         if all(span.count == 1 for span in rows.spans):
@@ -117,11 +122,12 @@ class NativeMla:
 
     def __init__(self, core: MlaCore) -> None:
         shape = core.shape
-        self._torch, self._layer = core, core.layer
+        self._torch, self.layer = core, core.layer
+        self.angles = shape.rope // 2
         self._kv_b = core.kv_b.contiguous()
-        norm = _norm(core.kv_norm)
+        norm = native_norm(core.kv_norm)
         assert norm is not None
-        self._step = MlaStep(
+        self.step = MlaStep(
             shape.heads,
             shape.nope,
             shape.rope,
@@ -137,13 +143,13 @@ class NativeMla:
             return self._torch(q, latent, rows)
 
         def step(rows: PassRows, out: Tensor, q: Tensor, latent: Tensor) -> None:
-            self._step(
+            self.step(
                 q.data_ptr(),
                 latent.data_ptr(),
                 rows.cos.data_ptr(),
                 rows.sin.data_ptr(),
                 out.data_ptr(),
-                _requests(rows.spans, self._layer),
+                requests(rows.spans, self.layer),
             )
 
         if all(span.count == 1 for span in rows.spans):
@@ -169,7 +175,7 @@ def _mixed(
     return out
 
 
-def _norm(norm: Callable[[Tensor], Tensor] | None) -> tuple[int, int, float] | None:
+def native_norm(norm: Callable[[Tensor], Tensor] | None) -> tuple[int, int, float] | None:
     """Return (address of the weight, width, eps), for a HeadNorm those of its inner norm."""
     found = getattr(norm, "norm", norm)
     if found is None:
@@ -179,15 +185,23 @@ def _norm(norm: Callable[[Tensor], Tensor] | None) -> tuple[int, int, float] | N
     return found.weight.data_ptr(), len(found.weight), found.eps
 
 
-def _requests(spans: Sequence[Span], layer: int) -> list[_Request]:
+def requests(spans: Sequence[Span], layer: int) -> list[_Request]:
+    """Return the caches of spans that bring one token each, as native steps take them."""
     found: list[_Request] = []
     for span in spans:
         assert span.past < span.cache.capacity
-        planes = span.cache.planes(layer)
-        k, v = planes[0], planes[-1]  # MLA has one plane: its values are its first columns
-        strides = (k.stride(0), k.stride(1), v.stride(0), v.stride(1))
-        found.append((k.data_ptr(), v.data_ptr(), *strides, span.past + 1))
+        planes = _planes.get(span.cache)
+        if planes is None:
+            layers = range(span.cache.layout.layers)
+            planes = _planes[span.cache] = [_addresses(span.cache, layer) for layer in layers]
+        found.append((*planes[layer], span.past + 1))
     return found
+
+
+def _addresses(cache: KvCache, layer: int) -> _Planes:
+    planes = cache.planes(layer)
+    k, v = planes[0], planes[-1]  # MLA has one plane: its values are its first columns
+    return k.data_ptr(), v.data_ptr(), k.stride(0), k.stride(1), v.stride(0), v.stride(1)
 
 
 def _gqa(core: GqaCore) -> object:

@@ -47,17 +47,35 @@ class DenseMath(Products, Protocol):
         ...
 
 
+class NativeLinear:
+    """The map x [T, in] -> [T, out] over weights [out, in] in tiles, or row by row in bfloat16.
+
+    Row by row it runs up to MOST_ROWS rows, and torch computes more.
+    """
+
+    def __init__(
+        self, weights: Tensor, form: str, out_features: int, in_features: int, bias: Tensor | None
+    ) -> None:
+        self.kernel = LinearKernel(form, out_features, in_features, weights.data_ptr())
+        self.bias = bias  # [out], added to the rounded product
+        self._weights, self._plain = weights, form == "bf16"
+        self._out, self._in = out_features, in_features
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._plain and x.numel() > MOST_ROWS * self._in:
+            return functional.linear(x, self._weights, self.bias)
+        x = x.contiguous()
+        out = x.new_empty(*x.shape[:-1], self._out)
+        rows = out.numel() // self._out
+        self.kernel.run(x.data_ptr(), rows, out.data_ptr(), x.dtype == torch.float32)
+        return out if self.bias is None else out + self.bias
+
+
 def tiled_linear(
     tiles: Tensor, form: str, out_features: int, in_features: int, bias: Tensor | None
 ) -> Linear:
     """Return the map x [T, in] -> [T, out] over Q8 or Q4 tiles, for any T."""
-    kernel = LinearKernel(form.lower(), out_features, in_features, tiles.data_ptr())
-
-    def apply(x: Tensor) -> Tensor:
-        assert tiles.data_ptr()  # keeps the tiles alive
-        return _run(kernel, x, out_features, bias)
-
-    return apply
+    return NativeLinear(tiles, form.lower(), out_features, in_features, bias)
 
 
 def tiled_embedding(tiles: Tensor, form: str, count: int, width: int) -> Rows:
@@ -76,26 +94,8 @@ def tiled_embedding(tiles: Tensor, form: str, count: int, width: int) -> Rows:
 
 
 def plain_linear(weight: Tensor, bias: Tensor | None) -> Linear:
-    """Return the map x [T, in] -> [T, out] over weight [out, in].
-
-    A bf16 weight with up to MOST_ROWS rows runs natively, all else in torch.
-    """
+    """Return the map x [T, in] -> [T, out] over weight [out, in]: native if it is bfloat16."""
     if weight.dtype != torch.bfloat16:
         return lambda x: functional.linear(x, weight, bias)
     out_features, in_features = weight.shape
-    kernel = LinearKernel("bf16", out_features, in_features, weight.data_ptr())
-
-    def apply(x: Tensor) -> Tensor:
-        if x.numel() > MOST_ROWS * in_features:
-            return functional.linear(x, weight, bias)
-        return _run(kernel, x, out_features, bias)
-
-    return apply
-
-
-def _run(kernel: LinearKernel, x: Tensor, out_features: int, bias: Tensor | None) -> Tensor:
-    x = x.contiguous()
-    out = x.new_empty(*x.shape[:-1], out_features)
-    rows = out.numel() // out_features
-    kernel.run(x.data_ptr(), rows, out.data_ptr(), x.dtype == torch.float32)
-    return out if bias is None else out + bias
+    return NativeLinear(weight, "bf16", out_features, in_features, bias)
