@@ -522,6 +522,47 @@ class ExpertKernel:
         place. Without the GIL.
         """
 
+@final
+class SlotKernel:
+    """Layers of experts in the slots of a pool, computed from ids for few rows."""
+
+    def __init__(
+        self,
+        kernel: ExpertKernel,
+        table: int,
+        layers: int,
+        experts: int,
+        slots: int,
+        slot_bytes: int,
+    ) -> None:
+        """Set up the kernel. table: address of [layers, experts] int32: a slot, or negative.
+
+        slots: address of the first slot. The table and the slots must not move. Raises ValueError.
+        """
+
+    def count(self, layer: int, ids: int, rows: int, top_k: int) -> int:
+        """Return the number of ids [rows, top_k] int64 that are experts, -1 is none of them.
+
+        Returns -1 if an expert is absent or an id is invalid. Raises IndexError for the layer.
+        """
+
+    def run(
+        self,
+        layer: int,
+        x: int,
+        rows: int,
+        ids: int,
+        weights: int,
+        top_k: int,
+        out: int,
+        f32: bool,
+    ) -> None:
+        """Run: out [rows, D] is the sum over k of weights[:, k] · expert ids[:, k] of x [rows, D].
+
+        It has the bits of ExpertKernel and combine_rows. Works without the GIL. Raises IndexError
+        if an expert is absent.
+        """
+
 def is_gated(activation: str) -> bool:
     """Return whether experts with this activation have a gate. Raises ValueError if unknown."""
 

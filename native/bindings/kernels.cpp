@@ -13,6 +13,7 @@
 #include "kernels/expert_ffn.h"
 #include "kernels/quantise.h"
 #include "kernels/router.h"
+#include "kernels/slot_experts.h"
 
 namespace py = pybind11;
 
@@ -97,6 +98,7 @@ class ExpertKernel {
     }
 
     std::size_t expert_bytes() const { return shape_.bytes(); }
+    const ExpertShape& shape() const { return shape_; }
 
     void run(const std::vector<std::uintptr_t>& experts,
              const std::vector<std::vector<std::int64_t>>& places, std::uintptr_t x,
@@ -118,6 +120,43 @@ class ExpertKernel {
 
   private:
     ExpertShape shape_;
+};
+
+class SlotKernel {
+  public:
+    SlotKernel(const ExpertKernel& kernel, std::uintptr_t table, std::size_t layers,
+               std::size_t experts, std::uintptr_t slots, std::size_t slot_bytes)
+        : experts_{kernel.shape(), at<const std::int32_t>(table), layers, experts,
+                   weights_at(slots, kernel.shape().format), slot_bytes} {
+        if (slot_bytes < kernel.expert_bytes() || slot_bytes % 64 != 0)
+            throw std::invalid_argument("an expert does not fit into a slot");
+    }
+
+    std::ptrdiff_t count(std::size_t layer, std::uintptr_t ids, std::size_t rows,
+                         std::size_t top_k) const {
+        return count_present(experts_, routing(layer, rows, top_k, ids, 0));
+    }
+
+    void run(std::size_t layer, std::uintptr_t x, std::size_t rows, std::uintptr_t ids,
+             std::uintptr_t weights, std::size_t top_k, std::uintptr_t out, bool f32) const {
+        const LayerRouting found = routing(layer, rows, top_k, ids, weights);
+        if (count_present(experts_, found) < 0)
+            throw std::out_of_range("an expert of layer " + std::to_string(layer) + " is absent");
+        const py::gil_scoped_release no_gil;
+        run_present(compute_pool(), current_kernels(), experts_, found, at(x), at(out),
+                    dtype_of(f32));
+    }
+
+  private:
+    LayerRouting routing(std::size_t layer, std::size_t rows, std::size_t top_k,
+                         std::uintptr_t ids, std::uintptr_t weights) const {
+        if (layer >= experts_.layers)
+            throw std::out_of_range("layer " + std::to_string(layer) + " of " +
+                                    std::to_string(experts_.layers));
+        return {layer, rows, top_k, at<const std::int64_t>(ids), at<const float>(weights)};
+    }
+
+    SlotExperts experts_;
 };
 
 Router checked(const Router& router) {
@@ -193,6 +232,15 @@ void bind_kernels(py::module_& m) {
         .def_property_readonly("expert_bytes", &ExpertKernel::expert_bytes)
         .def("run", &ExpertKernel::run, py::arg("experts"), py::arg("places"), py::arg("x"),
               py::arg("tokens"), py::arg("top_k"), py::arg("out"), py::arg("f32"));
+    py::class_<SlotKernel>(m, "SlotKernel", py::is_final())
+        .def(py::init<const ExpertKernel&, std::uintptr_t, std::size_t, std::size_t,
+                      std::uintptr_t, std::size_t>(),
+             py::arg("kernel"), py::arg("table"), py::arg("layers"), py::arg("experts"),
+             py::arg("slots"), py::arg("slot_bytes"))
+        .def("count", &SlotKernel::count, py::arg("layer"), py::arg("ids"), py::arg("rows"),
+             py::arg("top_k"))
+        .def("run", &SlotKernel::run, py::arg("layer"), py::arg("x"), py::arg("rows"),
+             py::arg("ids"), py::arg("weights"), py::arg("top_k"), py::arg("out"), py::arg("f32"));
     m.def(
         "combine_rows",
         [](std::uintptr_t rows, std::uintptr_t weights, std::size_t tokens, std::size_t top_k,

@@ -12,8 +12,9 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from moeinf.native import ExpertKernel, SlotPool, combine_rows
+from moeinf.native import ExpertKernel, SlotKernel, SlotPool, combine_rows
 from moeinf.offload.format.layout import ExpertLayout, is_tiled
+from moeinf.offload.store.residency import Residency
 
 Math = TypeVar("Math", bound="ExpertRunner")
 # bf16 rows that our kernels compute, on any device: more are faster in torch, where rows interact.
@@ -76,6 +77,15 @@ class SlotMath:
             assert self._kernel.expert_bytes == layout.data_bytes
         if not is_tiled(layout.dtype):
             self._weights = slot_views(layout, self._arena.view(pool.slots, pool.slot_bytes))
+
+    def slot_kernel(self, table: Residency, experts: int) -> SlotKernel | None:
+        """Return what computes layers of `experts` from ids and the table of these slots."""
+        if self._kernel is None:
+            return None
+        layers = table.cells // experts
+        return SlotKernel(
+            self._kernel, table.address, layers, experts, self._base, self._slot_bytes
+        )
 
     @property
     def rows_interact(self) -> bool:

@@ -40,6 +40,7 @@ from torch import Tensor
 
 from moeinf.native import DeviceError
 from moeinf.offload.policy.base import Policy, Wish
+from moeinf.offload.store.all_there import AllThere
 from moeinf.offload.store.host_tier import CpuWork, HostTier
 from moeinf.offload.store.low_copies import LowCopies
 from moeinf.offload.store.prefetch import expected
@@ -225,6 +226,10 @@ class ExpertStore:
         hinted, self._hinted = self._hinted, None
         if self._skip_below and self.host.decoding:
             ids = self._without_light_misses(layer, ids, weights)
+        if not self._wishes and self._runner is self.host:
+            there = self.host.at_once(layer, x, ids, weights)
+            if there is not None:
+                return there
         opened = self._runner.open(layer, x, ids, weights, hinted)
         if not isinstance(opened, tuple):
             return opened
@@ -235,7 +240,7 @@ class ExpertStore:
                 host.policy.routed(layer, routed.ids, routed.weights)
             host.used(routed, routed.cells, routed.events)
             host.decided(begin)
-            return _AllThere(work, sorted(routed.cells))
+            return AllThere(work, sorted(routed.cells))
         host.settle()
         is_resident = host.table.is_resident
         hits, misses = list[int](), deque[int]()
@@ -310,24 +315,6 @@ class ExpertStore:
     def ended(self) -> None:
         """Report that no layer is open any more."""
         self._open = None
-
-
-class _AllThere:
-    """One submitted layer whose experts are all in host slots, without reads ahead.
-
-    This is each layer of a decoded token once the model fits. No expert leaves between `submit` and
-    `result`, so they need no pins.
-    """
-
-    __slots__ = ("_cells", "_work")
-
-    def __init__(self, work: Work, cells: list[int]) -> None:
-        self._work, self._cells = work, cells
-
-    def result(self) -> Tensor:
-        """Return [T, D]."""
-        self._work.compute(self._cells)
-        return self._work.result()
 
 
 class _LayerRun:

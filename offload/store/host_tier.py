@@ -22,6 +22,7 @@ from moeinf.native import SlotPool
 from moeinf.offload.format.layout import ExpertLayout
 from moeinf.offload.policy.base import Policy, Wish
 from moeinf.offload.routing.trace import Phase
+from moeinf.offload.store.all_there import AtOnce, SlotLayers
 from moeinf.offload.store.compute import SlotMath, TorchFfn, by_math
 from moeinf.offload.store.prefetch import ReadAhead
 from moeinf.offload.store.prefetch_gate import Judge
@@ -63,6 +64,7 @@ class HostTier:
         self._transfer = transfer
         distinct = {layout: SlotMath(layout, pool, math) for layout in dict.fromkeys(layouts)}
         self._math = [distinct[layout] for layout in layouts]  # by cell
+        self._layers = SlotLayers(self._math, self.table, experts)
         self.judge = Judge(len(layouts) // experts, experts)
         self._ahead = ReadAhead(self.table, transfer, policy, self.stats, self.judge)
         self._pieces = max(1.0, max(layout.slot_bytes for layout in layouts) / PIECE_BYTES)
@@ -139,6 +141,21 @@ class HostTier:
         routed = Routed.of(layer, ids.numpy(), self.experts, mix)
         told = None if hint is None else (hint[0], hint[1].numpy())
         return routed, told, CpuWork(self, layer, x, weights, routed.places)
+
+    def at_once(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> AtOnce | None:
+        """Open a layer of few rows whose experts are all here; None: `open` has to be called."""
+        if self.pieces or self._ahead.waits_for_use:
+            return None
+        begin = self.clock()
+        found = self._layers.routed(layer, x, ids, weights)
+        if found is None:
+            return None
+        if not self.all_fit:  # else no cell ever has to leave
+            mix = weights.numpy() if self.policy.wants_weights else None
+            self.policy.routed(layer, ids.numpy(), mix)
+        self._count(found.events, found.events)
+        self.decided(begin)
+        return found
 
     def warm(self, cells: Iterable[int]) -> int:
         """Read these into empty slots, in order and behind all else; return how many fit."""
@@ -294,22 +311,25 @@ class HostTier:
 
     def used(self, routed: Routed, hits: Iterable[int], events: int) -> None:
         """Count a layer's routing: `hits` were resident, which are `events` of it."""
-        stats = self.stats
-        if self.decoding:
-            stats.decode_events += routed.events
-            stats.decode_hits += events
-        else:
-            stats.prefill_events += routed.events
-            stats.prefill_hits += events
+        self._count(routed.events, events)
         if not self._ahead.waits_for_use:
             return
         for cell in hits:
             cause = self._ahead.used(cell)
             if cause is not None and self.decoding:
                 if cause == "hinted":
-                    stats.decode_hits_hinted += len(routed.places[cell])
+                    self.stats.decode_hits_hinted += len(routed.places[cell])
                 else:
-                    stats.decode_hits_predicted += len(routed.places[cell])
+                    self.stats.decode_hits_predicted += len(routed.places[cell])
+
+    def _count(self, events: int, hits: int) -> None:
+        stats = self.stats
+        if self.decoding:
+            stats.decode_events += events
+            stats.decode_hits += hits
+        else:
+            stats.prefill_events += events
+            stats.prefill_hits += hits
 
     def clock(self) -> float:
         """Return seconds; the clock stands still during calls to the queue.

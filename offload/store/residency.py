@@ -74,6 +74,11 @@ class Residency:
         """Cells whose bytes are there."""
         return self.slots - len(self._empty) - len(self._lost) - self.loading
 
+    @property
+    def address(self) -> int:
+        """The address of the state in memory: one int32 per cell, which native code reads."""
+        return self._place.buffer_info()[0]
+
     def is_resident(self, cell: int) -> bool:
         return self._place[cell] >= 0
 

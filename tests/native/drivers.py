@@ -80,6 +80,7 @@ KERNEL_FILES = (
     "kernels/quantise.cpp",
     "kernels/quantise_blocks.cpp",
     "kernels/router.cpp",
+    "kernels/slot_experts.cpp",
     "queue/crc32c.cpp",
     "threads/thread_pool.cpp",
 )

@@ -7,10 +7,12 @@
 #include <numeric>
 #include <vector>
 
+#include "check.h"
 #include "queue/crc32c.h"
 #include "kernels/expert_ffn.h"
 #include "kernels/quantise.h"
 #include "kernels/router.h"
+#include "kernels/slot_experts.h"
 
 namespace {
 
@@ -106,6 +108,37 @@ void experts(ThreadPool& pool, Format format, const char* name) {
     }
 }
 
+// Three slots of one layer; expert 2 is absent, and a row has no second expert.
+void slots(ThreadPool& pool) {
+    constexpr std::size_t kTop = 2, kSlots = 3;
+    const ExpertShape shape{Format::kQ4, Format::kQ8, Activation::kSwiGlu, kHidden, kInner, false};
+    const std::size_t slot_bytes = ceil_div(shape.bytes(), 64) * 64;
+    Buffer arena(kSlots * slot_bytes);
+    for (std::size_t s = 0; s < kSlots; ++s) {
+        std::byte* const at = arena.data() + s * slot_bytes;
+        for (const std::size_t offset : {std::size_t{0}, shape.up_offset()})
+            write_matrix(at + offset, Format::kQ4, kInner, kHidden);
+        write_matrix(at + shape.down_offset(), Format::kQ8, kHidden, kInner);
+    }
+    const std::int32_t table[8] = {-1, -1, -1, -1, 2, 0, -4, 1};
+    const SlotExperts experts{shape, table, 2, 4, arena.data(), slot_bytes};
+    std::vector<float> x(3 * kHidden), out(x.size());
+    for (float& value : x) value = next_number();
+    std::int64_t ids[] = {3, 0, 1, -1, 0, 3};
+    const float weights[] = {0.5f, 0.25f, 2.0f, 1.0f, -1.0f, 0.125f};
+    const LayerRouting routing{1, 3, kTop, ids, weights};
+    CHECK(count_present(experts, routing) == 5);
+    run_present(pool, current_kernels(), experts, routing,
+                reinterpret_cast<const std::byte*>(x.data()),
+                reinterpret_cast<std::byte*>(out.data()), Dtype::kF32);
+    std::printf("slots %08x\n", check(out));
+    for (const std::int64_t wrong : {2, 4, -2}) {
+        ids[4] = wrong;
+        CHECK(count_present(experts, routing) == -1);
+    }
+    CHECK(count_present(experts, {0, 3, kTop, ids, weights}) == -1);
+}
+
 void router(ThreadPool& pool) {
     constexpr std::size_t kExperts = 40, kTop = 6;
     Buffer weight(2 * kExperts * kHidden);
@@ -135,5 +168,6 @@ int main(int count, char** arguments) {
     experts(pool, Format::kQ5k, "q5k");
     experts(pool, Format::kQ6k, "q6k");
     experts(pool, Format::kNvfp4, "nvfp4");
+    slots(pool);
     router(pool);
 }

@@ -1,0 +1,81 @@
+"""Layers whose experts are all in host slots, without reads ahead.
+
+This is each layer of a decoded token once the model fits. No expert leaves between `submit` and
+`result`, so they need no pins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moeinf.native import SlotKernel
+from moeinf.offload.store.compute import MOST_ROWS, SlotMath
+from moeinf.offload.store.residency import Residency
+from moeinf.offload.store.tier import Work
+
+
+class AllThere:
+    """One submitted layer whose rows have been grouped by expert."""
+
+    __slots__ = ("_cells", "_work")
+
+    def __init__(self, work: Work, cells: list[int]) -> None:
+        self._work, self._cells = work, cells
+
+    def result(self) -> Tensor:
+        """Return [T, D]."""
+        self._work.compute(self._cells)
+        return self._work.result()
+
+
+class SlotLayers:
+    """The layers that native code computes from ids alone, for few rows: one call a layer."""
+
+    def __init__(self, maths: Sequence[SlotMath], table: Residency, experts: int) -> None:
+        """Set up the layers. maths: of every cell. Layers of several layouts have no kernel."""
+        kernels = {math: math.slot_kernel(table, experts) for math in dict.fromkeys(maths)}
+        self._kernels = [
+            kernels[maths[first]] if len(set(maths[first : first + experts])) == 1 else None
+            for first in range(0, len(maths), experts)
+        ]
+
+    def routed(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> AtOnce | None:
+        """Return the layer if its rows are few and all its experts are there."""
+        kernel = self._kernels[layer]
+        few = len(x) <= MOST_ROWS and ids.dtype == torch.int64 and weights.dtype == torch.float32
+        if kernel is None or not few:
+            return None
+        ids = ids.contiguous()
+        events = kernel.count(layer, ids.data_ptr(), *ids.shape)
+        return None if events < 0 else AtOnce(kernel, layer, x, ids, weights, events)
+
+
+class AtOnce:
+    """One submitted layer that one native call computes."""
+
+    __slots__ = ("_ids", "_kernel", "_layer", "_weights", "_x", "events")
+
+    def __init__(
+        self,
+        kernel: SlotKernel,
+        layer: int,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        events: int,
+    ) -> None:
+        """Set up x [T, D], ids and weights [T, K]; events: the number of ids that are experts."""
+        self._kernel, self._layer, self._x = kernel, layer, x.contiguous()
+        self._ids, self._weights, self.events = ids, weights.contiguous(), events
+
+    def result(self) -> Tensor:
+        """Return [T, D]."""
+        x, out = self._x, torch.empty_like(self._x)
+        self._kernel.run(
+            self._layer, x.data_ptr(), len(x), self._ids.data_ptr(), self._weights.data_ptr(),
+            self._ids.shape[1], out.data_ptr(), x.dtype == torch.float32,
+        )  # fmt: skip
+        return out
