@@ -2,14 +2,15 @@
 //
 // `vpmaddubsw` adds two products in 16 bits and saturates. Half a group of q4k, nvfp4 and q5k stays
 // in 16 bits: four sums are at most 4 · 2 · 31 · 127 = 31496. So do two sums of q6k, which are at
-// most 2 · 2 · 63 · 127 = 32004.
+// most 2 · 2 · 63 · 127 = 32004. A whole group of q4k, eight sums, is at most 8 · 2 · 15 · 127 = 30480.
 #if defined(__x86_64__)
 #include "kernels/avx2/vectors.h"
 
 namespace moeinf {
 namespace {
 
-static_assert(4 * 2 * 31 * 127 < 32768 && 2 * 2 * 63 * 127 < 32768, "no saturation");
+static_assert(4 * 2 * 31 * 127 < 32768 && 2 * 2 * 63 * 127 < 32768 && 8 * 2 * 15 * 127 < 32768,
+              "no saturation");
 
 // Returns bits first … first + bits − 1 of every byte, moved to bit 0. Other bits are dropped.
 MOEINF_AVX2 MOEINF_INLINE __m256i bits_of(__m256i bytes, int first, int bits) {
@@ -182,6 +183,49 @@ MOEINF_AVX2 void interleaved_rows(const std::byte* block, std::size_t tiles,
         }
 }
 
+// Computes one block of q4k for one row of activations. Every word is read once, for both of its
+// groups, and every activation once, for both halves of the rows. A whole group stays in 16 bits.
+MOEINF_AVX2 void q4k_row(const std::byte* tile, std::size_t tiles, const QuantGroup* x,
+                         float* out) {
+    const __m256i nibble = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
+    __m256 sums[2] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
+    for (; tiles > 0; --tiles, tile += kQ4kTileBytes, x += 8) {
+        alignas(32) float scales[2][8][2][kHalfRows];
+        for (std::size_t h = 0; h < 2; ++h) scales_and_minima(tile + 32 * h, scales[h]);
+#pragma GCC unroll 4
+        for (std::size_t j = 0; j < 4; ++j) {
+            __m256i pairs[2][2] = {};  // group of the pair, half of the rows
+#pragma GCC unroll 8
+            for (std::size_t v = 0; v < 8; ++v) {
+                const __m256i even = word(x[2 * j].codes, v), odd = word(x[2 * j + 1].codes, v);
+#pragma GCC unroll 2
+                for (std::size_t h = 0; h < 2; ++h) {
+                    const __m256i both = load(tile + 64 * (4 + 8 * j + v) + 32 * h);
+                    const __m256i low = _mm256_and_si256(both, nibble);
+                    const __m256i high = _mm256_and_si256(_mm256_srli_epi16(both, 4), nibble);
+                    pairs[0][h] = _mm256_add_epi16(pairs[0][h], _mm256_maddubs_epi16(low, even));
+                    pairs[1][h] = _mm256_add_epi16(pairs[1][h], _mm256_maddubs_epi16(high, odd));
+                }
+            }
+#pragma GCC unroll 2
+            for (std::size_t odd = 0; odd < 2; ++odd) {
+                const QuantGroup& a = x[2 * j + odd];
+                const __m256 start = _mm256_cvtepi32_ps(_mm256_set1_epi32(a.start));
+#pragma GCC unroll 2
+                for (std::size_t h = 0; h < 2; ++h) {
+                    const float (*const both)[kHalfRows] = scales[h][2 * j + odd];
+                    const __m256 dot = _mm256_cvtepi32_ps(_mm256_madd_epi16(pairs[odd][h], ones));
+                    const __m256 product =
+                        _mm256_fmadd_ps(dot, _mm256_load_ps(both[0]),
+                                        _mm256_mul_ps(start, _mm256_load_ps(both[1])));
+                    sums[h] = _mm256_fmadd_ps(product, _mm256_set1_ps(a.scale), sums[h]);
+                }
+            }
+        }
+    }
+    for (std::size_t h = 0; h < 2; ++h) _mm256_storeu_ps(out + kHalfRows * h, sums[h]);
+}
+
 // Writes sums of nibbles times activations: 8 words have the lower bits of groups 0 and 2 of x.
 MOEINF_AVX2 MOEINF_INLINE void lower_sums(const std::byte* rows, const QuantGroup* x,
                                           __m256i* one, __m256i* two) {
@@ -273,6 +317,8 @@ void interleaved_avx2(const std::byte* block, std::size_t tiles, const QuantGrou
     for (; count >= 1; count -= 1, x += 1, out += 1) {
         if constexpr (format == Format::kQ6k)
             q6k_row(block, tiles, *x, *out);
+        else if constexpr (format == Format::kQ4k)
+            q4k_row(block, tiles, *x, *out);
         else
             interleaved_rows<format, 1, 2>(block, tiles, x, out, 0);
     }
