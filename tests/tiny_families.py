@@ -197,3 +197,17 @@ def gpt_oss(**settings: Any) -> Tiny:
         "rope_parameters": {**YARN, "factor": 8.0, "truncate": False},
     }
     return Tiny("gpt_oss", "GptOssConfig", {**sizes, **settings})
+
+
+def minimax_m2(**settings: Any) -> Tiny:
+    sizes = {
+        "hidden_size": 40,
+        "intermediate_size": 18,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "num_hidden_layers": 2,
+        "num_local_experts": 7,
+        "num_experts_per_tok": 3,
+    }
+    return Tiny("minimax_m2", "MiniMaxM2Config", {**sizes, **settings})

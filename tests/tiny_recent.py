@@ -2,8 +2,24 @@
 
 from __future__ import annotations
 
-from tests.tiny_families import Tiny
+from tests.tiny_families import (
+    YARN,
+    Tiny,
+    minimax_m2,
+)
 
-RECENT: dict[str, Tiny] = {}
+RECENT: dict[str, Tiny] = {
+    "minimax-m2": minimax_m2(rope_parameters={"rope_theta": 500.0, "partial_rotary_factor": 0.5}),
+    "minimax-m2-yarn": minimax_m2(
+        num_key_value_heads=4,
+        num_experts_per_tok=7,
+        rms_norm_eps=0.03,
+        tie_word_embeddings=True,
+        rope_parameters={**YARN, "factor": 4.0},
+    ),
+    "minimax-m2-one-expert": minimax_m2(
+        num_attention_heads=3, num_key_value_heads=1, num_experts_per_tok=1, head_dim=16
+    ),
+}
 # One configuration of each of these families is tested by default, and all with -m full.
-BRIEF: tuple[str, ...] = ()
+BRIEF: tuple[str, ...] = ("minimax-m2",)

@@ -148,6 +148,7 @@ def test_other_families_are_refused_by_name(model_type: str) -> None:
         ("deepseek-r1:671b", "deepseek-ai/DeepSeek-R1"),
         ("glm-4.7-flash", "zai-org/GLM-4.7-Flash"),
         ("glm-4.7-flash:latest", "zai-org/GLM-4.7-Flash"),
+        ("minimax-m2:latest", "MiniMaxAI/MiniMax-M2"),
     ],
 )
 def test_ollamas_names(typed: str, repo: str) -> None:

@@ -23,6 +23,7 @@ from tests.tiny import by_default, save_tiny
 # Values per token: layers x keys and values x heads x head size. MLA has one compressed row.
 REMEMBERED = {
     "arctic": ("arctic", 2 * 2 * 2 * 8),
+    "minimax-m2": ("minimax_m2", 2 * 2 * 2 * 12),
     "deepseek-lite": ("deepseek_v2", 3 * (20 + 8)),
     "deepseek-v3": ("deepseek_v3", 3 * (20 + 8)),
     "glm4": ("glm4_moe", 3 * 2 * 2 * 12),
