@@ -24,6 +24,7 @@ from moeinf.models import (
     qwen2_moe,
     qwen3_5_moe,
     qwen3_moe,
+    qwen3_next,
 )
 from moeinf.models.base import Family, ModelDataError
 from moeinf.models.seq2seq import nllb_moe, switch_transformers
@@ -50,6 +51,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_5_moe": qwen3_5_moe.FAMILY,
     "qwen3_5_moe_text": qwen3_5_moe.FAMILY,  # saved without its vision part
     "qwen3_moe": qwen3_moe.FAMILY,
+    "qwen3_next": qwen3_next.FAMILY,
     "switch_transformers": switch_transformers.FAMILY,
 }
 

@@ -39,6 +39,7 @@ _OLLAMA = {
     "qwen3:235b-a22b": "qwen3-235b-a22b",
     "qwen3-coder:30b": "qwen3-coder-30b-a3b",
     "qwen3-coder:480b": "qwen3-coder-480b-a35b",
+    "qwen3-next:80b": "qwen3-next-80b-a3b",
     "qwen3.5:35b": "qwen3.5-35b-a3b",
     "qwen3.5:122b": "qwen3.5-122b-a10b",
     "qwen3.5:122b-a10b": "qwen3.5-122b-a10b",

@@ -211,3 +211,8 @@ def minimax_m2(**settings: Any) -> Tiny:
         "num_experts_per_tok": 3,
     }
     return Tiny("minimax_m2", "MiniMaxM2Config", {**sizes, **settings})
+
+
+def qwen3_next(**settings: Any) -> Tiny:
+    sizes = {**qwen35().settings, "intermediate_size": 28}
+    return Tiny("qwen3_next", "Qwen3NextConfig", {**sizes, **settings})

@@ -6,6 +6,7 @@ from tests.tiny_families import (
     YARN,
     Tiny,
     minimax_m2,
+    qwen3_next,
 )
 
 RECENT: dict[str, Tiny] = {
@@ -20,6 +21,32 @@ RECENT: dict[str, Tiny] = {
     "minimax-m2-one-expert": minimax_m2(
         num_attention_heads=3, num_key_value_heads=1, num_experts_per_tok=1, head_dim=16
     ),
+    "qwen3-next": qwen3_next(),
+    "qwen3-next-dense-first": qwen3_next(
+        mlp_only_layers=[0],
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        num_hidden_layers=3,
+        linear_num_key_heads=3,
+        linear_num_value_heads=3,
+        linear_key_head_dim=9,
+        linear_value_head_dim=5,
+        linear_conv_kernel_dim=3,
+        num_experts_per_tok=1,
+        norm_topk_prob=False,
+        attention_bias=True,
+        tie_word_embeddings=True,
+        rms_norm_eps=0.03,
+    ),
+    "qwen3-next-all-experts": qwen3_next(
+        num_hidden_layers=2,
+        decoder_sparse_step=2,
+        layer_types=["linear_attention", "full_attention"],
+        num_experts_per_tok=6,
+        rope_parameters={**YARN, "factor": 4.0, "partial_rotary_factor": 0.5},
+    ),
 }
 # One configuration of each of these families is tested by default, and all with -m full.
-BRIEF: tuple[str, ...] = ("minimax-m2",)
+BRIEF: tuple[str, ...] = (
+    "minimax-m2",
+    "qwen3-next",
+)

@@ -140,6 +140,7 @@ def test_other_families_are_refused_by_name(model_type: str) -> None:
         ("qwen3:30b-a3b", "Qwen/Qwen3-30B-A3B"),
         ("qwen3-coder:30b", "Qwen/Qwen3-Coder-30B-A3B-Instruct"),
         ("qwen3-coder:480b", "Qwen/Qwen3-Coder-480B-A35B-Instruct"),
+        ("qwen3-next:80b", "Qwen/Qwen3-Next-80B-A3B-Instruct"),
         ("qwen3.5:35b", "Qwen/Qwen3.5-35B-A3B"),
         ("qwen3.5:397b-a17b", "Qwen/Qwen3.5-397B-A17B"),
         ("mixtral:8x7b", "mistralai/Mixtral-8x7B-Instruct-v0.1"),

@@ -24,6 +24,7 @@ from tests.tiny import by_default, save_tiny
 REMEMBERED = {
     "arctic": ("arctic", 2 * 2 * 2 * 8),
     "minimax-m2": ("minimax_m2", 2 * 2 * 2 * 12),
+    "qwen3-next": ("qwen3_next", 1 * 2 * 1 * 16),  # one layer of four
     "deepseek-lite": ("deepseek_v2", 3 * (20 + 8)),
     "deepseek-v3": ("deepseek_v3", 3 * (20 + 8)),
     "glm4": ("glm4_moe", 3 * 2 * 2 * 12),
@@ -43,7 +44,7 @@ REMEMBERED = {
 }
 # slots x recurrent layers x (state of every head + input history of the convolution)
 FIXED = {"qwen3.5": 5 * 3 * (4 * 6 * 10 + 3 * (2 * 2 * 6 + 4 * 10))}
-FIXED |= {"lfm2": 5 * 3 * 2 * 36}
+FIXED |= {"qwen3-next": FIXED["qwen3.5"]}
 
 
 def test_all_families_are_here() -> None:
