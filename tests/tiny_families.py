@@ -216,3 +216,8 @@ def minimax_m2(**settings: Any) -> Tiny:
 def qwen3_next(**settings: Any) -> Tiny:
     sizes = {**qwen35().settings, "intermediate_size": 28}
     return Tiny("qwen3_next", "Qwen3NextConfig", {**sizes, **settings})
+
+
+def dots1(**settings: Any) -> Tiny:
+    sizes = {**glm4().settings, "n_shared_experts": 2, "norm_topk_prob": True}
+    return Tiny("dots1", "Dots1Config", {**sizes, "first_k_dense_replace": 1, **settings})

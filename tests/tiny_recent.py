@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.tiny_families import (
     YARN,
     Tiny,
+    dots1,
     minimax_m2,
     qwen3_next,
 )
@@ -44,9 +45,29 @@ RECENT: dict[str, Tiny] = {
         num_experts_per_tok=6,
         rope_parameters={**YARN, "factor": 4.0, "partial_rotary_factor": 0.5},
     ),
+    "dots1": dots1(sliding_window=None),
+    "dots1-window": dots1(
+        n_routed_experts=8,
+        n_group=2,
+        topk_group=1,
+        sliding_window=6,
+        max_window_layers=1,
+        norm_topk_prob=False,
+        routed_scaling_factor=2.5,
+        attention_bias=True,
+        tie_word_embeddings=True,
+        rms_norm_eps=0.03,
+    ),
+    "dots1-all-experts": dots1(
+        first_k_dense_replace=2,
+        n_shared_experts=1,
+        num_experts_per_tok=7,
+        rope_parameters={**YARN, "factor": 4.0},
+    ),
 }
 # One configuration of each of these families is tested by default, and all with -m full.
 BRIEF: tuple[str, ...] = (
     "minimax-m2",
     "qwen3-next",
+    "dots1",
 )
