@@ -221,3 +221,17 @@ def qwen3_next(**settings: Any) -> Tiny:
 def dots1(**settings: Any) -> Tiny:
     sizes = {**glm4().settings, "n_shared_experts": 2, "norm_topk_prob": True}
     return Tiny("dots1", "Dots1Config", {**sizes, "first_k_dense_replace": 1, **settings})
+
+
+def ernie(**settings: Any) -> Tiny:
+    sizes = {
+        "hidden_size": 36,
+        "intermediate_size": 28,
+        "moe_intermediate_size": 18,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 3,
+        "moe_num_experts": 7,
+        "moe_k": 3,
+    }
+    return Tiny("ernie4_5_moe", "Ernie4_5_MoeConfig", {**sizes, **settings})

@@ -6,6 +6,7 @@ from tests.tiny_families import (
     YARN,
     Tiny,
     dots1,
+    ernie,
     minimax_m2,
     qwen3_next,
 )
@@ -64,10 +65,24 @@ RECENT: dict[str, Tiny] = {
         num_experts_per_tok=7,
         rope_parameters={**YARN, "factor": 4.0},
     ),
+    "ernie4.5": ernie(tie_word_embeddings=False),
+    "ernie4.5-intervals": ernie(
+        num_hidden_layers=5,
+        moe_layer_interval=2,
+        moe_layer_start_index=0,
+        moe_layer_end_index=3,
+        moe_num_shared_experts=0,
+        moe_k=1,
+        head_dim=10,
+        rms_norm_eps=0.03,
+        rope_parameters={**YARN, "factor": 4.0},
+    ),
+    "ernie4.5-all-experts": ernie(moe_k=7, num_key_value_heads=6, num_hidden_layers=2),
 }
 # One configuration of each of these families is tested by default, and all with -m full.
 BRIEF: tuple[str, ...] = (
     "minimax-m2",
     "qwen3-next",
     "dots1",
+    "ernie4.5",
 )

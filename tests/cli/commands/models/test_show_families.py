@@ -24,6 +24,7 @@ from tests.tiny import by_default, save_tiny
 REMEMBERED = {
     "arctic": ("arctic", 2 * 2 * 2 * 8),
     "dots1": ("dots1", 3 * 2 * 2 * 12),
+    "ernie4.5": ("ernie4_5_moe", 3 * 2 * 2 * 6),
     "minimax-m2": ("minimax_m2", 2 * 2 * 2 * 12),
     "qwen3-next": ("qwen3_next", 1 * 2 * 1 * 16),  # one layer of four
     "deepseek-lite": ("deepseek_v2", 3 * (20 + 8)),
