@@ -235,3 +235,19 @@ def ernie(**settings: Any) -> Tiny:
         "moe_k": 3,
     }
     return Tiny("ernie4_5_moe", "Ernie4_5_MoeConfig", {**sizes, **settings})
+
+
+def lfm2(**settings: Any) -> Tiny:
+    sizes = {
+        "hidden_size": 36,
+        "intermediate_size": 28,
+        "moe_intermediate_size": 18,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 4,
+        "num_dense_layers": 1,
+        "num_experts": 7,
+        "num_experts_per_tok": 3,
+        "layer_types": ["conv", "conv", "full_attention", "conv"],
+    }
+    return Tiny("lfm2_moe", "Lfm2MoeConfig", {**sizes, **settings})

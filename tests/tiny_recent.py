@@ -7,6 +7,7 @@ from tests.tiny_families import (
     Tiny,
     dots1,
     ernie,
+    lfm2,
     minimax_m2,
     qwen3_next,
 )
@@ -78,6 +79,28 @@ RECENT: dict[str, Tiny] = {
         rope_parameters={**YARN, "factor": 4.0},
     ),
     "ernie4.5-all-experts": ernie(moe_k=7, num_key_value_heads=6, num_hidden_layers=2),
+    "lfm2": lfm2(),
+    "lfm2-biased": lfm2(
+        conv_bias=True,
+        conv_L_cache=4,
+        num_hidden_layers=3,
+        num_dense_layers=0,
+        layer_types=["full_attention", "conv", "full_attention"],
+        use_expert_bias=False,
+        num_experts_per_tok=1,
+        norm_topk_prob=False,
+        routed_scaling_factor=0.7,
+        tie_word_embeddings=False,
+        norm_eps=0.03,
+    ),
+    "lfm2-all-experts": lfm2(
+        num_hidden_layers=2,
+        layer_types=["conv", "full_attention"],
+        conv_L_cache=2,
+        num_experts_per_tok=7,
+        num_key_value_heads=6,
+        rope_parameters={**YARN, "factor": 4.0},
+    ),
 }
 # One configuration of each of these families is tested by default, and all with -m full.
 BRIEF: tuple[str, ...] = (
@@ -85,4 +108,5 @@ BRIEF: tuple[str, ...] = (
     "qwen3-next",
     "dots1",
     "ernie4.5",
+    "lfm2",
 )

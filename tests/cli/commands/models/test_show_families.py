@@ -25,6 +25,7 @@ REMEMBERED = {
     "arctic": ("arctic", 2 * 2 * 2 * 8),
     "dots1": ("dots1", 3 * 2 * 2 * 12),
     "ernie4.5": ("ernie4_5_moe", 3 * 2 * 2 * 6),
+    "lfm2": ("lfm2_moe", 1 * 2 * 2 * 6),  # one layer of four
     "minimax-m2": ("minimax_m2", 2 * 2 * 2 * 12),
     "qwen3-next": ("qwen3_next", 1 * 2 * 1 * 16),  # one layer of four
     "deepseek-lite": ("deepseek_v2", 3 * (20 + 8)),
@@ -46,7 +47,7 @@ REMEMBERED = {
 }
 # slots x recurrent layers x (state of every head + input history of the convolution)
 FIXED = {"qwen3.5": 5 * 3 * (4 * 6 * 10 + 3 * (2 * 2 * 6 + 4 * 10))}
-FIXED |= {"qwen3-next": FIXED["qwen3.5"]}
+FIXED |= {"qwen3-next": FIXED["qwen3.5"], "lfm2": 5 * 3 * 2 * 36}
 
 
 def test_all_families_are_here() -> None:
