@@ -237,6 +237,20 @@ def ernie(**settings: Any) -> Tiny:
     return Tiny("ernie4_5_moe", "Ernie4_5_MoeConfig", {**sizes, **settings})
 
 
+def hunyuan(**settings: Any) -> Tiny:
+    sizes = {
+        "hidden_size": 40,
+        "intermediate_size": 18,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "num_hidden_layers": 2,
+        "num_experts": 6,
+        "moe_topk": 3,
+    }
+    return Tiny("hunyuan_v1_moe", "HunYuanMoEV1Config", {**sizes, **settings})
+
+
 def lfm2(**settings: Any) -> Tiny:
     sizes = {
         "hidden_size": 36,

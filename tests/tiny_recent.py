@@ -7,6 +7,7 @@ from tests.tiny_families import (
     Tiny,
     dots1,
     ernie,
+    hunyuan,
     lfm2,
     minimax_m2,
     qwen3_next,
@@ -79,6 +80,18 @@ RECENT: dict[str, Tiny] = {
         rope_parameters={**YARN, "factor": 4.0},
     ),
     "ernie4.5-all-experts": ernie(moe_k=7, num_key_value_heads=6, num_hidden_layers=2),
+    "hunyuan": hunyuan(
+        rope_parameters={"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0, "rope_theta": 1e4},
+        tie_word_embeddings=True,
+    ),
+    "hunyuan-one-expert": hunyuan(
+        moe_topk=1, num_key_value_heads=1, attention_bias=True, rms_norm_eps=0.03
+    ),
+    "hunyuan-all-experts": hunyuan(
+        moe_topk=6,
+        num_key_value_heads=4,
+        rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4},
+    ),
     "lfm2": lfm2(),
     "lfm2-biased": lfm2(
         conv_bias=True,
@@ -109,4 +122,5 @@ BRIEF: tuple[str, ...] = (
     "dots1",
     "ernie4.5",
     "lfm2",
+    "hunyuan",
 )
