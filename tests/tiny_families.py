@@ -223,6 +223,12 @@ def dots1(**settings: Any) -> Tiny:
     return Tiny("dots1", "Dots1Config", {**sizes, "first_k_dense_replace": 1, **settings})
 
 
+def exaone_moe(**settings: Any) -> Tiny:
+    sizes = {key: value for key, value in glm4().settings.items() if key != "n_routed_experts"}
+    more = {"num_experts": 8, "sliding_window": 7, "sliding_window_pattern": 3}
+    return Tiny("exaone_moe", "ExaoneMoeConfig", {**sizes, **more, **settings})
+
+
 def ernie(**settings: Any) -> Tiny:
     sizes = {
         "hidden_size": 36,
