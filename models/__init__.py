@@ -30,6 +30,7 @@ from moeinf.models import (
     qwen3_5_moe,
     qwen3_moe,
     qwen3_next,
+    solar_open,
 )
 from moeinf.models.base import Family, ModelDataError
 from moeinf.models.seq2seq import nllb_moe, switch_transformers
@@ -62,6 +63,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_5_moe_text": qwen3_5_moe.FAMILY,  # saved without its vision part
     "qwen3_moe": qwen3_moe.FAMILY,
     "qwen3_next": qwen3_next.FAMILY,
+    "solar_open": solar_open.FAMILY,
     "switch_transformers": switch_transformers.FAMILY,
 }
 

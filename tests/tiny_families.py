@@ -223,6 +223,11 @@ def dots1(**settings: Any) -> Tiny:
     return Tiny("dots1", "Dots1Config", {**sizes, "first_k_dense_replace": 1, **settings})
 
 
+def solar_open(**settings: Any) -> Tiny:
+    sizes = {key: value for key, value in glm4().settings.items() if key != "intermediate_size"}
+    return Tiny("solar_open", "SolarOpenConfig", {**sizes, "num_hidden_layers": 2, **settings})
+
+
 def exaone_moe(**settings: Any) -> Tiny:
     sizes = {key: value for key, value in glm4().settings.items() if key != "n_routed_experts"}
     more = {"num_experts": 8, "sliding_window": 7, "sliding_window_pattern": 3}

@@ -12,6 +12,7 @@ from tests.tiny_families import (
     lfm2,
     minimax_m2,
     qwen3_next,
+    solar_open,
 )
 
 RECENT: dict[str, Tiny] = {
@@ -112,6 +113,20 @@ RECENT: dict[str, Tiny] = {
         num_experts_per_tok=8,
         rope_parameters={**YARN, "factor": 4.0},
     ),
+    "solar": solar_open(attention_bias=True),
+    "solar-one-expert": solar_open(
+        head_dim=16,
+        n_shared_experts=2,
+        num_experts_per_tok=1,
+        rms_norm_eps=0.03,
+        tie_word_embeddings=True,
+    ),
+    "solar-all-experts": solar_open(
+        num_experts_per_tok=7,
+        norm_topk_prob=False,
+        routed_scaling_factor=2.5,
+        rope_parameters={**YARN, "factor": 4.0},
+    ),
     "lfm2": lfm2(),
     "lfm2-biased": lfm2(
         conv_bias=True,
@@ -144,4 +159,5 @@ BRIEF: tuple[str, ...] = (
     "lfm2",
     "hunyuan",
     "exaone",
+    "solar",
 )

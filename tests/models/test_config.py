@@ -180,6 +180,7 @@ def test_absurd_rope(values: dict[str, Any]) -> None:
         ("hunyuan", {"use_cla": True}, "use_cla = true is not supported"),
         ("hunyuan", {"moe_topk": [1, 2]}, "moe_topk = a list"),
         ("exaone", {"sliding_window": None}, "sliding_window = null"),
+        ("solar", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
         ("lfm2", {"layer_types": ["conv"] * 4}, "no layer has attention"),
         ("deepseek-lite", {"norm_topk_prob": True}, "norm_topk_prob = true is not supported"),
         ("deepseek-lite", {"scoring_func": "sigmoid"}, "scoring_func = 'sigmoid'"),

@@ -30,6 +30,7 @@ REMEMBERED = {
     "lfm2": ("lfm2_moe", 1 * 2 * 2 * 6),  # one layer of four
     "minimax-m2": ("minimax_m2", 2 * 2 * 2 * 12),
     "qwen3-next": ("qwen3_next", 1 * 2 * 1 * 16),  # one layer of four
+    "solar": ("solar_open", 2 * 2 * 2 * 12),
     "deepseek-lite": ("deepseek_v2", 3 * (20 + 8)),
     "deepseek-v3": ("deepseek_v3", 3 * (20 + 8)),
     "glm4": ("glm4_moe", 3 * 2 * 2 * 12),
