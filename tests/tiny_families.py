@@ -276,3 +276,9 @@ def lfm2(**settings: Any) -> Tiny:
         "layer_types": ["conv", "conv", "full_attention", "conv"],
     }
     return Tiny("lfm2_moe", "Lfm2MoeConfig", {**sizes, **settings})
+
+
+def mistral4(**settings: Any) -> Tiny:
+    rope = {**YARN, "factor": 4.0, "llama_4_scaling_beta": 0.4}
+    sizes = {**deepseek_v3().settings, "num_key_value_heads": 3, "rope_parameters": rope}
+    return Tiny("mistral4", "Mistral4Config", {**sizes, **settings})

@@ -11,6 +11,7 @@ from tests.tiny_families import (
     hunyuan,
     lfm2,
     minimax_m2,
+    mistral4,
     qwen3_next,
     solar_open,
 )
@@ -149,6 +150,31 @@ RECENT: dict[str, Tiny] = {
         num_key_value_heads=6,
         rope_parameters={**YARN, "factor": 4.0},
     ),
+    "mistral4": mistral4(),
+    "mistral4-groups": mistral4(
+        first_k_dense_replace=1,
+        n_group=4,
+        topk_group=2,
+        n_shared_experts=2,
+        norm_topk_prob=False,
+        routed_scaling_factor=2.5,
+        attention_bias=True,
+        tie_word_embeddings=True,
+        rms_norm_eps=0.03,
+        q_lora_rank=None,
+    ),
+    "mistral4-all-experts": mistral4(
+        num_hidden_layers=2,
+        num_experts_per_tok=8,
+        rope_parameters={
+            **YARN,
+            "factor": 8.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+            "original_max_position_embeddings": 16,
+        },
+    ),
 }
 # One configuration of each of these families is tested by default, and all with -m full.
 BRIEF: tuple[str, ...] = (
@@ -160,4 +186,5 @@ BRIEF: tuple[str, ...] = (
     "hunyuan",
     "exaone",
     "solar",
+    "mistral4",
 )

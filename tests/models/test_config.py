@@ -182,6 +182,8 @@ def test_absurd_rope(values: dict[str, Any]) -> None:
         ("exaone", {"sliding_window": None}, "sliding_window = null"),
         ("solar", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
         ("lfm2", {"layer_types": ["conv"] * 4}, "no layer has attention"),
+        ("mistral4", {"rope_interleave": False}, "rope_interleave = false"),
+        ("mistral4", {"n_group": 3}, "8 experts do not form 3 groups"),
         ("deepseek-lite", {"norm_topk_prob": True}, "norm_topk_prob = true is not supported"),
         ("deepseek-lite", {"scoring_func": "sigmoid"}, "scoring_func = 'sigmoid'"),
         ("deepseek-lite", {"topk_method": "noaux_tc"}, "topk_method = 'noaux_tc'"),
@@ -251,7 +253,7 @@ def test_unknown_family(values: Any) -> None:
 
 
 def test_table() -> None:
-    others = {"kimi_k2": "deepseek_v3", "kimi_k25": "deepseek_v3"}
+    others = {"kimi_k2": "deepseek_v3", "kimi_k25": "deepseek_v3", "mistral3": "mistral4"}
     known = {name.removesuffix("_text"): f.model_type for name, f in FAMILIES.items()}
     assert known == {name: others.get(name, name) for name in known}
     tested = {tiny.family for tiny in TINY.values()} | {pair.family for pair in PAIRS.values()}
