@@ -282,3 +282,30 @@ def mistral4(**settings: Any) -> Tiny:
     rope = {**YARN, "factor": 4.0, "llama_4_scaling_beta": 0.4}
     sizes = {**deepseek_v3().settings, "num_key_value_heads": 3, "rope_parameters": rope}
     return Tiny("mistral4", "Mistral4Config", {**sizes, **settings})
+
+
+def laguna(**settings: Any) -> Tiny:
+    sizes = {
+        "hidden_size": 36,
+        "intermediate_size": 50,
+        "moe_intermediate_size": 22,
+        "shared_expert_intermediate_size": 26,
+        "num_experts": 7,
+        "num_experts_per_tok": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_attention_heads_per_layer": [4, 6, 2],
+        "num_hidden_layers": 3,
+        "head_dim": 12,
+        "sliding_window": 7,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": {
+                **YARN,
+                "factor": 4.0,
+                "partial_rotary_factor": 0.5,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    }
+    return Tiny("laguna", "LagunaConfig", {**sizes, **settings})

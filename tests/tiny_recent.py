@@ -9,6 +9,7 @@ from tests.tiny_families import (
     ernie,
     exaone_moe,
     hunyuan,
+    laguna,
     lfm2,
     minimax_m2,
     mistral4,
@@ -150,6 +151,22 @@ RECENT: dict[str, Tiny] = {
         num_key_value_heads=6,
         rope_parameters={**YARN, "factor": 4.0},
     ),
+    "laguna": laguna(),
+    "laguna-elements": laguna(
+        gating="per-element",
+        num_attention_heads_per_layer=None,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        mlp_layer_types=["sparse", "dense", "sparse"],
+        num_experts_per_tok=1,
+        moe_routed_scaling_factor=2.5,
+        moe_router_logit_softcapping=1.5,
+        attention_bias=True,
+        tie_word_embeddings=True,
+        rms_norm_eps=0.03,
+    ),
+    "laguna-all-experts": laguna(
+        num_experts_per_tok=7, layer_types=None, rope_parameters=None, head_dim=16
+    ),
     "mistral4": mistral4(),
     "mistral4-groups": mistral4(
         first_k_dense_replace=1,
@@ -182,9 +199,10 @@ BRIEF: tuple[str, ...] = (
     "qwen3-next",
     "dots1",
     "ernie4.5",
-    "lfm2",
     "hunyuan",
     "exaone",
     "solar",
+    "lfm2",
     "mistral4",
+    "laguna",
 )

@@ -27,6 +27,7 @@ REMEMBERED = {
     "ernie4.5": ("ernie4_5_moe", 3 * 2 * 2 * 6),
     "exaone": ("exaone_moe", 3 * 2 * 2 * 12),
     "hunyuan": ("hunyuan_v1_moe", 2 * 2 * 2 * 12),
+    "laguna": ("laguna", 3 * 2 * 2 * 12),
     "lfm2": ("lfm2_moe", 1 * 2 * 2 * 6),  # one layer of four
     "minimax-m2": ("minimax_m2", 2 * 2 * 2 * 12),
     "mistral4": ("mistral4", 3 * (20 + 8)),
