@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from moeinf.models.base import ExpertPart, ModelDataError, Role
 
 _INDEX = "(0|[1-9][0-9]{0,8})"
+_LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 
 
 class ExpertNames:
@@ -63,3 +64,9 @@ def known_layer(name: str, number: str, layers: int) -> int:
     if int(number) >= layers:
         raise ModelDataError(f"{name!r}: the config has no layer {number}")
     return int(number)
+
+
+def is_layer(name: str, layers: range) -> bool:
+    """Return whether a tensor belongs to one of these layers."""
+    match = _LAYER.match(name)
+    return match is not None and int(match[1]) in layers

@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from moeinf.models.base import Family
-from moeinf.models.config import MAX_LAYERS, Fields
+from moeinf.models.config import Fields
 from moeinf.models.deepseek_v3 import DeepseekV3Config, build
 from moeinf.models.layers.decoder import parse_body
 from moeinf.models.layers.mla import parse_mla
 from moeinf.models.layers.sigmoid_experts import (
+    parse_mlp_types,
     parse_sigmoid_experts,
     sigmoid_expert,
     sigmoid_ignores,
@@ -28,16 +29,12 @@ def parse(values: Mapping[str, Any]) -> DeepseekV3Config:
     fields.refuse("rope_interleave", True)
     fields.expect("num_key_value_heads")
     fields.refuse("num_key_value_heads", body.heads)
-    types = fields.words("mlp_layer_types", known=("dense", "sparse"), count=body.layers)
-    if types is None:
-        first = fields.integer("first_k_dense_replace", low=0, high=MAX_LAYERS, default=1)
-        sparse = tuple(range(first, body.layers))
-    else:
-        sparse = tuple(layer for layer, word in enumerate(types) if word == "sparse")
     return DeepseekV3Config(
         body=body,
         attention=parse_mla(fields, body.heads, body.rope),
-        ffn=parse_sigmoid_experts(fields, body, sparse, default_scale=1.8),
+        ffn=parse_sigmoid_experts(
+            fields, body, parse_mlp_types(fields, body.layers), default_scale=1.8
+        ),
     )
 
 

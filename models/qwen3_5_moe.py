@@ -30,9 +30,15 @@ from moeinf.models.config import MAX_LAYERS, MAX_WIDTH, Fields, require
 from moeinf.models.expert_names import MLP_EXPERTS, known_layer
 from moeinf.models.layers.attention import GqaAttention, GqaShape, gqa_projections, parse_gqa
 from moeinf.models.layers.decoder import Block, BodyConfig, Decoder, ignores_buffers, parse_body
-from moeinf.models.layers.delta_net import DeltaNet, DeltaShape, parse_delta
+from moeinf.models.layers.delta_net import (
+    DeltaNet,
+    DeltaShape,
+    fused_inputs,
+    parse_delta,
+    split_inputs,
+)
+from moeinf.models.layers.feed_forward import FfnPlan, feed_forward, parse_ffn
 from moeinf.models.layers.ffn import gated_shared
-from moeinf.models.layers.moe import SparseFfn, parse_moe
 from moeinf.models.layers.norms import HeadNorm, WideRmsNorm, centred_norm
 from moeinf.models.layers.routing import SoftmaxRouter
 
@@ -52,12 +58,18 @@ class Qwen35MoeConfig:
     attention: GqaShape
     delta: DeltaShape
     full: tuple[int, ...]  # the layers with attention, ascending
-    moe: MoeShape
+    ffn: FfnPlan
     shared_intermediate: int
     inner: bool  # names begin with _INNER instead of "model."
+    renormalise: bool = True  # norm_topk_prob
+    fused_inputs: bool = False  # of DeltaNet, as in Qwen3-Next
 
     def __post_init__(self) -> None:
         require(len(self.full) > 0, "no layer has full attention")
+
+    @property
+    def moe(self) -> MoeShape:
+        return self.ffn.moe
 
     @property
     def name_prefix(self) -> str:
@@ -92,14 +104,14 @@ def parse(values: Mapping[str, Any]) -> Qwen35MoeConfig:
         body=replace(body, centred_norm=True),
         attention=shape,
         delta=parse_delta(fields),
-        full=_full_layers(fields, body.layers),
-        moe=parse_moe(fields, body.layers, body.hidden, "moe_intermediate_size"),
+        full=parse_full_layers(fields, body.layers),
+        ffn=parse_ffn(fields, range(body.layers), body.layers, body.hidden),
         shared_intermediate=fields.integer("shared_expert_intermediate_size", high=MAX_WIDTH),
         inner=inner,
     )
 
 
-def _full_layers(fields: Fields, layers: int) -> tuple[int, ...]:
+def parse_full_layers(fields: Fields, layers: int) -> tuple[int, ...]:
     """Return the layers with full attention.
 
     layer_types names them. Without it they are every full_attention_interval-th layer.
@@ -132,10 +144,13 @@ def build(config: Qwen35MoeConfig, parts: Parts) -> Model:
 def _block(config: Qwen35MoeConfig, parts: Parts, layer: int) -> Block:
     body, moe, prefix = config.body, config.moe, f"model.layers.{layer}"
     mlp = f"{prefix}.mlp"
-    gate = parts.tensor(f"{mlp}.gate.weight", moe.experts, moe.hidden)
-    router = SoftmaxRouter(gate, moe.top_k, renormalise=True)
 
-    shared = gated_shared(parts, mlp, body.hidden, config.shared_intermediate)
+    def router() -> SoftmaxRouter:
+        gate = parts.tensor(f"{mlp}.gate.weight", moe.experts, moe.hidden)
+        return SoftmaxRouter(gate, moe.top_k, config.renormalise)
+
+    def shared() -> Linear:
+        return gated_shared(parts, mlp, body.hidden, config.shared_intermediate)
 
     def norm(name: str) -> WideRmsNorm:
         return centred_norm(parts, f"{prefix}.{name}", body.hidden, body.norm_eps)
@@ -144,7 +159,7 @@ def _block(config: Qwen35MoeConfig, parts: Parts, layer: int) -> Block:
         attention_norm=norm("input_layernorm"),
         attention=_attention(config, parts, layer),
         ffn_norm=norm("post_attention_layernorm"),
-        ffn=SparseFfn(layer, router, shared),
+        ffn=feed_forward(config.ffn, parts, layer, mlp, router, shared),
     )
 
 
@@ -154,7 +169,8 @@ def _attention(config: Qwen35MoeConfig, parts: Parts, layer: int) -> GqaAttentio
     before = sum(full < layer for full in config.full)
     if layer not in config.full:
         rank, name = layer - before, f"{prefix}.linear_attn"
-        return DeltaNet(rank, config.delta, body.hidden, body.norm_eps, parts, name)
+        inputs = fused_inputs if config.fused_inputs else split_inputs
+        return DeltaNet(rank, config.delta, body.hidden, body.norm_eps, parts, name, inputs)
     name = f"{prefix}.self_attn"
 
     def head_norm(which: str) -> HeadNorm:
@@ -191,8 +207,7 @@ def expert(name: str, config: Qwen35MoeConfig) -> ExpertPart | None:
     """See base.Family."""
     if _is_aside(name):
         return None
-    layers = range(config.body.layers)
-    return MLP_EXPERTS.part(config.name(name), layers, config.moe.experts)
+    return MLP_EXPERTS.part(config.name(name), config.ffn.sparse_layers, config.moe.experts)
 
 
 def ignores(name: str, config: Qwen35MoeConfig) -> bool:

@@ -5,6 +5,7 @@ The result looks like a checkpoint from the hub.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -15,10 +16,10 @@ import transformers
 from torch import Tensor
 
 from tests.arctic import ArcticConfig, ArcticReference
-from tests.tiny_configs import TINY
+from tests.tiny_configs import TINY, by_default
 from tests.tiny_families import Tiny
 
-__all__ = ["TINY", "save_tiny", "tiny_config", "tiny_reference"]
+__all__ = ["TINY", "by_default", "save_tiny", "tiny_config", "tiny_reference"]
 
 _ATTENTION_GAIN = 1.6  # so that attention is not uniform
 _ROUTER_GAIN = 2.5  # so that neither chance nor a single logit chooses the experts
@@ -49,10 +50,10 @@ def tiny_reference(name: str | Tiny, seed: int = 0) -> Any:
     for parameter_name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=draw)
         parameter.data = _scaled(parameter_name, noise)
-        if _tiny(name).family == "qwen3_5_moe" and _is_centred(parameter_name):
+        if _tiny(name).family in ("qwen3_5_moe", "qwen3_next") and _is_centred(parameter_name):
             parameter.data -= 1
     for buffer_name, buffer in model.named_buffers():
-        if buffer_name.endswith("e_score_correction_bias"):
+        if buffer_name.endswith(("e_score_correction_bias", "expert_bias")):
             buffer.copy_(_scaled(buffer_name, torch.randn(buffer.shape, generator=draw)))
     return model.eval()
 
@@ -61,6 +62,11 @@ def _empty(name: str | Tiny) -> Any:
     config = tiny_config(name)
     if isinstance(config, ArcticConfig):
         return ArcticReference(config)
+    if isinstance(config, transformers.Mistral4Config):  # no AutoModel has it
+        kind = transformers.Mistral4ForCausalLM
+        return kind._from_config(
+            config, experts_implementation="eager", attn_implementation="eager"
+        )
     with warnings.catch_warnings():  # caused by n_shared_experts = 0
         warnings.filterwarnings("ignore", "Initializing zero-element tensors is a no-op")
         return transformers.AutoModelForCausalLM.from_config(
@@ -87,7 +93,7 @@ def save_tiny(
 
 def _copied(value: Any) -> Any:
     """Copy a dict: transformers changes the dicts that it gets."""
-    return dict(value) if isinstance(value, dict) else value
+    return copy.deepcopy(value) if isinstance(value, dict) else value
 
 
 def _is_centred(name: str) -> bool:
@@ -103,6 +109,6 @@ def _scaled(name: str, noise: Tensor) -> Tensor:
     if "embed_tokens" in name:
         return noise
     gain = _ATTENTION_GAIN if "self_attn" in name else 1.0
-    if name.endswith(("mlp.gate.weight", "moe.gate.weight", "router.weight")):
+    if name.endswith(("mlp.gate.weight", "moe.gate.weight", "gate.wg.weight", "router.weight")):
         gain = _ROUTER_GAIN
     return gain * noise / max(noise.shape[-1], 1) ** 0.5

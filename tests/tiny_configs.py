@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from tests.tiny_families import (
     YARN,
     Tiny,
@@ -20,6 +24,7 @@ from tests.tiny_families import (
     qwen3,
     qwen35,
 )
+from tests.tiny_recent import BRIEF, RECENT
 
 TINY: dict[str, Tiny] = {
     "arctic": arctic(),
@@ -306,4 +311,12 @@ TINY: dict[str, Tiny] = {
         n_shared_experts=1,
         rope_parameters={**YARN, "factor": 4.0, "attention_factor": 0.8},
     ),
+    **RECENT,
 }
+_ODD = tuple(f"{name}-" for name in BRIEF)
+
+
+def by_default(names: list[str], least: bool = False) -> list[Any]:
+    """Mark as `full` the odd configurations of BRIEF's families; with `least` all of theirs."""
+    aside = [name for name in names if name.startswith(_ODD) or (least and name in BRIEF)]
+    return [pytest.param(n, marks=pytest.mark.full) if n in aside else n for n in names]

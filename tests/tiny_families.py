@@ -197,3 +197,115 @@ def gpt_oss(**settings: Any) -> Tiny:
         "rope_parameters": {**YARN, "factor": 8.0, "truncate": False},
     }
     return Tiny("gpt_oss", "GptOssConfig", {**sizes, **settings})
+
+
+def minimax_m2(**settings: Any) -> Tiny:
+    sizes = {
+        "hidden_size": 40,
+        "intermediate_size": 18,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "num_hidden_layers": 2,
+        "num_local_experts": 7,
+        "num_experts_per_tok": 3,
+    }
+    return Tiny("minimax_m2", "MiniMaxM2Config", {**sizes, **settings})
+
+
+def qwen3_next(**settings: Any) -> Tiny:
+    sizes = {**qwen35().settings, "intermediate_size": 28}
+    return Tiny("qwen3_next", "Qwen3NextConfig", {**sizes, **settings})
+
+
+def dots1(**settings: Any) -> Tiny:
+    sizes = {**glm4().settings, "n_shared_experts": 2, "norm_topk_prob": True}
+    return Tiny("dots1", "Dots1Config", {**sizes, "first_k_dense_replace": 1, **settings})
+
+
+def solar_open(**settings: Any) -> Tiny:
+    sizes = {key: value for key, value in glm4().settings.items() if key != "intermediate_size"}
+    return Tiny("solar_open", "SolarOpenConfig", {**sizes, "num_hidden_layers": 2, **settings})
+
+
+def exaone_moe(**settings: Any) -> Tiny:
+    sizes = {key: value for key, value in glm4().settings.items() if key != "n_routed_experts"}
+    more = {"num_experts": 8, "sliding_window": 7, "sliding_window_pattern": 3}
+    return Tiny("exaone_moe", "ExaoneMoeConfig", {**sizes, **more, **settings})
+
+
+def ernie(**settings: Any) -> Tiny:
+    sizes = {
+        "hidden_size": 36,
+        "intermediate_size": 28,
+        "moe_intermediate_size": 18,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 3,
+        "moe_num_experts": 7,
+        "moe_k": 3,
+    }
+    return Tiny("ernie4_5_moe", "Ernie4_5_MoeConfig", {**sizes, **settings})
+
+
+def hunyuan(**settings: Any) -> Tiny:
+    sizes = {
+        "hidden_size": 40,
+        "intermediate_size": 18,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "num_hidden_layers": 2,
+        "num_experts": 6,
+        "moe_topk": 3,
+    }
+    return Tiny("hunyuan_v1_moe", "HunYuanMoEV1Config", {**sizes, **settings})
+
+
+def lfm2(**settings: Any) -> Tiny:
+    sizes = {
+        "hidden_size": 36,
+        "intermediate_size": 28,
+        "moe_intermediate_size": 18,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 4,
+        "num_dense_layers": 1,
+        "num_experts": 7,
+        "num_experts_per_tok": 3,
+        "layer_types": ["conv", "conv", "full_attention", "conv"],
+    }
+    return Tiny("lfm2_moe", "Lfm2MoeConfig", {**sizes, **settings})
+
+
+def mistral4(**settings: Any) -> Tiny:
+    rope = {**YARN, "factor": 4.0, "llama_4_scaling_beta": 0.4}
+    sizes = {**deepseek_v3().settings, "num_key_value_heads": 3, "rope_parameters": rope}
+    return Tiny("mistral4", "Mistral4Config", {**sizes, **settings})
+
+
+def laguna(**settings: Any) -> Tiny:
+    sizes = {
+        "hidden_size": 36,
+        "intermediate_size": 50,
+        "moe_intermediate_size": 22,
+        "shared_expert_intermediate_size": 26,
+        "num_experts": 7,
+        "num_experts_per_tok": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_attention_heads_per_layer": [4, 6, 2],
+        "num_hidden_layers": 3,
+        "head_dim": 12,
+        "sliding_window": 7,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": {
+                **YARN,
+                "factor": 4.0,
+                "partial_rotary_factor": 0.5,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    }
+    return Tiny("laguna", "LagunaConfig", {**sizes, **settings})

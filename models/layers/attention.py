@@ -12,7 +12,7 @@ from torch.nn import functional
 from moeinf.models.base import Linear, Parts
 from moeinf.models.config import MAX_HEADS, MAX_WIDTH, Fields, require
 from moeinf.models.layers.kv_cache import PassRows
-from moeinf.models.layers.rope import rotate_half
+from moeinf.models.layers.rope import rotate_half, rotate_pairs
 
 SCRATCH_BYTES = 8 << 20  # limit for one step over a block of heads, if one head fits
 _WIDENED_ITEMS = 1 << 18  # keys or values held as float32 at once: 1 MiB, in a core's own cache
@@ -210,8 +210,42 @@ class GqaCore:
         if shape.clip is not None:
             q, k, v = (y.clamp(-shape.clip, shape.clip) for y in (q, k, v))
         q, k, v = (torch.unflatten(y, -1, (-1, shape.head_dim)) for y in (q, k, v))
-        q, k = (rotate_half(y, rows.cos, rows.sin) for y in (q, k))
-        return q, k, v
+        return self.turned(q, rows), self.turned(k, rows), v
+
+    def turned(self, y: Tensor, rows: PassRows) -> Tensor:
+        """Rotate y [T, heads, W]. Kernels replace this class only, no subclass."""
+        return rotate_half(y, rows.cos, rows.sin)
+
+
+class StillCore(GqaCore):
+    """A core without rope: the order of tokens is known from causality alone (NoPE)."""
+
+    def turned(self, y: Tensor, rows: PassRows) -> Tensor:
+        """Return y."""
+        return y
+
+
+class PairCore(GqaCore):
+    """A core whose rope pairs neighbours, 2i with 2i + 1."""
+
+    def turned(self, y: Tensor, rows: PassRows) -> Tensor:
+        """Rotate y [T, heads, W]."""
+        return rotate_pairs(y, rows.cos, rows.sin)
+
+
+class NormLastCore(GqaCore):
+    """A core whose norms act on heads after rope."""
+
+    def heads(
+        self, q: Tensor, k: Tensor, v: Tensor, rows: PassRows
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See GqaCore."""
+        assert self.q_norm is not None
+        assert self.k_norm is not None
+        plain = GqaCore(self.layer, self.shape)
+        q, k, v = plain.heads(q, k, v, rows)
+        q, k = self.q_norm(q.flatten(1)), self.k_norm(k.flatten(1))
+        return q.view(len(q), -1, v.shape[-1]), k.view(v.shape), v
 
 
 @dataclass(frozen=True)
@@ -236,10 +270,11 @@ class GqaAttention:
         q_norm: Callable[[Tensor], Tensor] | None = None,
         k_norm: Callable[[Tensor], Tensor] | None = None,
         sinks: Tensor | None = None,
+        core: type[GqaCore] = GqaCore,
     ) -> None:
         """Build layer `layer`; for the norms and sinks see GqaCore."""
         self.projections, self.shape = projections, shape
-        self.core = projections.tuned(GqaCore(layer, shape, q_norm, k_norm, sinks))
+        self.core = projections.tuned(core(layer, shape, q_norm, k_norm, sinks))
 
     def __call__(self, x: Tensor, rows: PassRows) -> Tensor:
         """Map x [T, D] to [T, D]; write each request's keys and values into its cache."""

@@ -185,6 +185,7 @@ class DecodeStep:
     norm: Callable[[Tensor], Tensor]
     head: Linear
     cache: CacheLayout
+    others: tuple[Rope, ...] = ()  # see PassRows.turned_by
 
     def __call__(
         self, ids: Tensor, positions: Tensor, spans: tuple[Span, ...], experts: Experts
@@ -205,7 +206,8 @@ class DecodeStep:
         piece: see Model.extend.
         """
         contexts = [s.cache.capacity for s in spans for _ in range(s.count)]
-        rows = PassRows(spans, positions, *self.rope(positions, contexts))
+        others = tuple(rope(positions, contexts) for rope in self.others)
+        rows = PassRows(spans, positions, *self.rope(positions, contexts), others)
         x = self.embedding.rows(ids)
         if self.embedding_scale != 1.0:
             x = x * self.embedding_scale
@@ -231,11 +233,12 @@ class Decoder:
         blocks: Sequence[Layer],
         parts: Parts,
         recurrent: RecurrentLayout | None = None,
+        more_ropes: Sequence[tuple[RopeConfig, int]] = (),
     ) -> None:
         """Build the decoder around its blocks.
 
         planes: the planes that attention caches per layer; see kv_cache.py. recurrent: the memory
-        of the layers without attention.
+        of the layers without attention. more_ropes: see PassRows.turned_by.
         """
         self.moe = moe
         self.vocab_size = config.vocab
@@ -254,6 +257,7 @@ class Decoder:
             parts.tuned(_final_norm(config, parts)),
             parts.linear(head, config.vocab, config.hidden, config.head_bias),
             self._cache,
+            tuple(Rope(rope, dim, embedding.device) for rope, dim in more_ropes),
         )
         self._decode = parts.tuned(self._body)
         self.kv_bytes_per_token = self._cache.bytes_per_token

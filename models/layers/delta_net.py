@@ -10,6 +10,7 @@ rate β. It decays S, then corrects the value that S gives for k:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -70,18 +71,52 @@ def parse_delta(fields: Fields) -> DeltaShape:
     )
 
 
+Inputs = Callable[[Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]
+
+
+def split_inputs(shape: DeltaShape, hidden: int, parts: Parts, prefix: str) -> Inputs:
+    """Return the map from x [T, D] to qkv [T, C], z [T, H·dv], a and b [T, H], by four matrices."""
+    heads = shape.value_heads
+    qkv: Linear = parts.linear(f"{prefix}.in_proj_qkv", shape.channels, hidden)
+    z: Linear = parts.linear(f"{prefix}.in_proj_z", shape.values, hidden)
+    a: Linear = parts.linear(f"{prefix}.in_proj_a", heads, hidden)
+    b: Linear = parts.linear(f"{prefix}.in_proj_b", heads, hidden)
+    return lambda x: (qkv(x), z(x), a(x), b(x))
+
+
+def fused_inputs(shape: DeltaShape, hidden: int, parts: Parts, prefix: str) -> Inputs:
+    """Return the same by two matrices, whose rows are grouped by key head (Qwen3-Next)."""
+    heads, groups = shape.value_heads, shape.key_heads
+    wide: Linear = parts.linear(f"{prefix}.in_proj_qkvz", shape.channels + shape.values, hidden)
+    narrow: Linear = parts.linear(f"{prefix}.in_proj_ba", 2 * heads, hidden)
+    values = shape.values // groups
+
+    def inputs(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        grouped = torch.unflatten(wide(x), -1, (groups, -1))  # [T, G, …]
+        widths = [shape.key_dim, shape.key_dim, values, values]
+        q, k, v, z = (y.flatten(1) for y in torch.split(grouped, widths, -1))
+        b, a = torch.unflatten(narrow(x), -1, (groups, -1)).chunk(2, -1)  # [T, G, H/G] each
+        return torch.cat((q, k, v), -1), z, a.flatten(1), b.flatten(1)
+
+    return inputs
+
+
 class DeltaNet:
     """One layer of Gated DeltaNet, the `layer`-th of the recurrent layers."""
 
     def __init__(
-        self, layer: int, shape: DeltaShape, hidden: int, eps: float, parts: Parts, prefix: str
+        self,
+        layer: int,
+        shape: DeltaShape,
+        hidden: int,
+        eps: float,
+        parts: Parts,
+        prefix: str,
+        inputs: Callable[[DeltaShape, int, Parts, str], Inputs] = split_inputs,
     ) -> None:
         heads = shape.value_heads
         self._layer, self._shape, self._eps = layer, shape, eps
-        self._qkv: Linear = parts.linear(f"{prefix}.in_proj_qkv", shape.channels, hidden)
-        self._z: Linear = parts.linear(f"{prefix}.in_proj_z", shape.values, hidden)
-        self._a: Linear = parts.linear(f"{prefix}.in_proj_a", heads, hidden)
-        self._b: Linear = parts.linear(f"{prefix}.in_proj_b", heads, hidden)
+        self._inputs = inputs(shape, hidden, parts, prefix)
         self._out: Linear = parts.linear(f"{prefix}.out_proj", hidden, shape.values)
         conv = parts.tensor(f"{prefix}.conv1d.weight", shape.channels, 1, shape.kernel)
         self._conv = conv[:, 0].T.float().contiguous()  # [kernel, C]
@@ -91,9 +126,9 @@ class DeltaNet:
 
     def __call__(self, x: Tensor, rows: PassRows) -> Tensor:
         """Map x [T, D] to [T, D]; write each request's next memory."""
-        qkv, z = self._qkv(x), self._z(x)  # [T, C], [T, H·dv]
-        decay = self._rate * functional.softplus(self._a(x).float() + self._dt_bias)  # [T, H]
-        rate = self._b(x).sigmoid().float()  # [T, H]
+        qkv, z, a, b = self._inputs(x)  # [T, C], [T, H·dv], [T, H], [T, H]
+        decay = self._rate * functional.softplus(a.float() + self._dt_bias)  # [T, H]
+        rate = b.sigmoid().float()  # [T, H]
         out = torch.empty_like(z)
         for span in rows.spans:
             self._run(span, qkv, decay, rate, out)

@@ -15,7 +15,7 @@ The memory of recurrent layers does not grow with the text: see recurrent.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -184,11 +184,28 @@ class PassRows:
     positions: Tensor
     cos: Tensor
     sin: Tensor
+    others: tuple[tuple[Tensor, Tensor], ...] = ()  # cos and sin of a decoder's further ropes
+
+    def turned_by(self, rope: int) -> PassRows:
+        """Return the same rows with the angles of another rope; 0 is the first one."""
+        if rope == 0:
+            return self
+        cos, sin = self.others[rope - 1]
+        return replace(self, cos=cos, sin=sin)
 
     def pieces(self, tokens: int) -> list[Piece]:
         """Divide the pass: see `divided`."""
         return [
-            Piece(at, PassRows((span,), self.positions[at], self.cos[at], self.sin[at]))
+            Piece(
+                at,
+                PassRows(
+                    (span,),
+                    self.positions[at],
+                    self.cos[at],
+                    self.sin[at],
+                    tuple((cos[at], sin[at]) for cos, sin in self.others),
+                ),
+            )
             for at, span in divided(self.spans, tokens)
         ]
 

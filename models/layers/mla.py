@@ -71,6 +71,18 @@ def parse_mla(fields: Fields, heads: int, rope: RopeConfig) -> MlaShape:
 
 
 @dataclass(frozen=True)
+class PositionScale:
+    """Llama 4's scale of queries: 1 + beta · log(1 + floor(position / original))."""
+
+    beta: float  # llama_4_scaling_beta
+    original: int  # original_max_position_embeddings
+
+    def __call__(self, positions: Tensor) -> Tensor:
+        """Map positions [T] to factors [T] float32."""
+        return 1 + self.beta * torch.log1p(torch.floor(positions.float() / self.original))
+
+
+@dataclass(frozen=True)
 class LowRank:
     """A projection through a bottleneck."""
 
@@ -86,8 +98,16 @@ class LowRank:
 class MlaAttention:
     """Latent attention of one layer."""
 
-    def __init__(self, layer: int, shape: MlaShape, hidden: int, parts: Parts, prefix: str) -> None:
-        self.q = _query(shape, hidden, parts, prefix)
+    def __init__(
+        self,
+        layer: int,
+        shape: MlaShape,
+        hidden: int,
+        parts: Parts,
+        prefix: str,
+        scaling: PositionScale | None = None,
+    ) -> None:
+        self.q, self.scaling = _query(shape, hidden, parts, prefix), scaling
         self.kv_a = parts.linear(
             f"{prefix}.kv_a_proj_with_mqa", shape.kv_lora + shape.rope, hidden, shape.bias
         )
@@ -100,7 +120,10 @@ class MlaAttention:
 
     def __call__(self, x: Tensor, rows: PassRows) -> Tensor:
         """Map x [T, D] to [T, D]; write each request's latents into its cache."""
-        return self.o(self.core(self.q(x), self.kv_a(x), rows))
+        q = self.q(x)
+        if self.scaling is not None:
+            q = q * self.scaling(rows.positions)[:, None].to(q.dtype)
+        return self.o(self.core(q, self.kv_a(x), rows))
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,12 @@ def parse_moe(fields: Fields, layers: int, hidden: int, intermediate: str) -> Mo
     shape = MoeShape(
         layers=layers,
         experts=fields.integer(
-            "num_local_experts", "num_experts", "n_routed_experts", high=MAX_EXPERTS
+            *("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
+            high=MAX_EXPERTS,
         ),
-        top_k=fields.integer("num_experts_per_tok", "experts_per_token", high=MAX_EXPERTS),
+        top_k=fields.integer(
+            *("num_experts_per_tok", "experts_per_token", "moe_k", "moe_topk"), high=MAX_EXPERTS
+        ),
         hidden=hidden,
         intermediate=fields.integer(intermediate, high=MAX_WIDTH),
     )

@@ -48,6 +48,7 @@ class RopeConfig:
     short_mscale: float | None = None  # longrope: attention factors, where a config has them
     long_mscale: float | None = None
     partial: float = 1.0  # share of a head's dimensions that rotate
+    alpha: float = 1.0  # Hunyuan: stretches theta, whatever the length of the text
 
     def __post_init__(self) -> None:
         require(self.kind in _KINDS, f"rope type {self.kind!r} is not supported")
@@ -178,7 +179,10 @@ class Rope:
 
 def inverse_frequencies(config: RopeConfig, dim: int, beyond_original: bool = False) -> Tensor:
     """Return [dim/2] float32: the angle per position of each pair."""
-    periods = config.theta ** (torch.arange(0, dim, 2).float() / dim)  # [dim/2]
+    theta = config.theta
+    if config.alpha != 1.0:
+        theta *= config.alpha ** (dim / (dim - 2))
+    periods = theta ** (torch.arange(0, dim, 2).float() / dim)  # [dim/2]
     if config.kind == "longrope":
         factors = config.long if beyond_original else config.short
         require(len(factors) == dim // 2, f"{len(factors)} longrope factors for {dim // 2} pairs")

@@ -113,11 +113,15 @@ class SigmoidRouter:
 
     def judge(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """See cache_aware.Judge: the choice is by score plus bias."""
-        scores = functional.linear(x.float(), self.weight.float()).sigmoid()  # [T, E]
+        scores = self.scores(functional.linear(x.float(), self.weight.float()))  # [T, E]
         choice = scores + self.bias.float()
         if self.groups is not None:
             choice = drop_groups(choice, *self.groups)
         return choice, scores
+
+    def scores(self, logits: Tensor) -> Tensor:
+        """Map logits to scores [T, E]. Kernels replace this class only, no subclass."""
+        return logits.sigmoid()
 
     def weigh(self, scores: Tensor, ids: Tensor) -> Tensor:
         """See cache_aware.Judge."""
@@ -125,6 +129,14 @@ class SigmoidRouter:
         if self.renormalise:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         return weights * self.scale
+
+
+class BiasedSoftmaxRouter(SigmoidRouter):
+    """The same with softmax scores over all experts (ERNIE-4.5, Mistral Small 4)."""
+
+    def scores(self, logits: Tensor) -> Tensor:
+        """Map logits to scores [T, E]."""
+        return logits.softmax(-1)
 
 
 def drop_groups(choice: Tensor, groups: int, kept: int) -> Tensor:

@@ -6,14 +6,13 @@ here runs them.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from moeinf.models.base import ExpertPart, Parts
 from moeinf.models.config import MAX_EXPERTS, MAX_LAYERS, Fields, require
-from moeinf.models.expert_names import MLP_EXPERTS
+from moeinf.models.expert_names import MLP_EXPERTS, is_layer
 from moeinf.models.layers.decoder import BodyConfig, HasBody, ignores_buffers
 from moeinf.models.layers.feed_forward import (
     FeedForward,
@@ -24,8 +23,6 @@ from moeinf.models.layers.feed_forward import (
 )
 from moeinf.models.layers.ffn import GatedMlp
 from moeinf.models.layers.routing import SigmoidRouter, require_groups
-
-_LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 
 
 @dataclass(frozen=True)
@@ -59,6 +56,7 @@ def parse_sigmoid_experts(
     sparse_layers: Sequence[int],
     default_scale: float,
     default_groups: tuple[int, int] = (1, 1),
+    default_renormalise: bool = True,
 ) -> SigmoidExperts:
     """Read the feed-forward part; raise ModelDataError for invalid values.
 
@@ -66,7 +64,8 @@ def parse_sigmoid_experts(
     may be chosen.
     """
     fields.refuse_null("n_group", "topk_group")
-    fields.choice("scoring_func", default="sigmoid", known=("sigmoid",))
+    # dots.llm1 has the method's name in both
+    fields.choice("scoring_func", default="sigmoid", known=("sigmoid", "noaux_tc"))
     fields.choice("topk_method", default="noaux_tc", known=("noaux_tc",))
     groups = (
         fields.integer("n_group", high=MAX_EXPERTS, default=default_groups[0]),
@@ -77,12 +76,23 @@ def parse_sigmoid_experts(
     )
     return SigmoidExperts(
         plan=parse_ffn(fields, sparse_layers, body.layers, body.hidden),
-        shared_experts=fields.integer("n_shared_experts", low=0, high=1024, default=1),
+        shared_experts=fields.integer(
+            "n_shared_experts", "num_shared_experts", low=0, high=1024, default=1
+        ),
         groups=None if groups == (1, 1) else groups,
-        renormalise=fields.flag("norm_topk_prob", default=True),
+        renormalise=fields.flag("norm_topk_prob", default=default_renormalise),
         scale=fields.number("routed_scaling_factor", low=1e-3, high=1e3, default=default_scale),
         extra_layers=range(body.layers, body.layers + extra),
     )
+
+
+def parse_mlp_types(fields: Fields, layers: int) -> tuple[int, ...]:
+    """Return the sparse layers: mlp_layer_types names them, else all but the first ones are."""
+    types = fields.words("mlp_layer_types", known=("dense", "sparse"), count=layers)
+    if types is None:
+        first = fields.integer("first_k_dense_replace", low=0, high=MAX_LAYERS, default=1)
+        return tuple(range(first, layers))
+    return tuple(layer for layer, word in enumerate(types) if word == "sparse")
 
 
 def sigmoid_ffn(config: SigmoidExperts, parts: Parts, layer: int, prefix: str) -> FeedForward:
@@ -102,7 +112,7 @@ def sigmoid_ffn(config: SigmoidExperts, parts: Parts, layer: int, prefix: str) -
 
 def sigmoid_expert(name: str, config: HasSigmoidExperts) -> ExpertPart | None:
     """See Family.expert. Experts of the extra layers are not loaded."""
-    if _is_extra(name, config.ffn):
+    if is_layer(name, config.ffn.extra_layers):
         return None
     plan = config.ffn.plan
     return MLP_EXPERTS.part(name, plan.sparse_layers, plan.moe.experts)
@@ -110,13 +120,8 @@ def sigmoid_expert(name: str, config: HasSigmoidExperts) -> ExpertPart | None:
 
 def sigmoid_ignores(name: str, config: HasSigmoidExperts) -> bool:
     """See Family.ignores. transformers writes empty tensors if a model has no shared experts."""
-    if _is_extra(name, config.ffn):
+    if is_layer(name, config.ffn.extra_layers):
         return True
     if not config.ffn.shared_experts and ".mlp.shared_experts." in name:
         return True
     return ignores_buffers(name, config)
-
-
-def _is_extra(name: str, config: SigmoidExperts) -> bool:
-    match = _LAYER.match(name)
-    return match is not None and int(match[1]) in config.extra_layers

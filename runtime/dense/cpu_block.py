@@ -67,7 +67,7 @@ def tuned_block(block: Block) -> Block | NativeBlock:
     if isinstance(attention, GqaAttention) and not attention.shape.gated:
         p = attention.projections
         inputs, output = [p.q, p.k, p.v], p.o
-    elif isinstance(attention, MlaAttention):
+    elif isinstance(attention, MlaAttention) and attention.scaling is None:
         inputs, output = [attention.q, attention.kv_a], attention.o
     else:
         return block

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.fakes import Loaded, load_resident
-from tests.tiny import TINY, save_tiny
+from tests.tiny import TINY, by_default, save_tiny
 
 TOKENS = 60
 
@@ -81,6 +81,6 @@ def make_pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]
     return make
 
 
-@pytest.fixture(params=list(TINY))
+@pytest.fixture(params=by_default(list(TINY)))
 def pair(request: pytest.FixtureRequest, make_pair: Callable[[str], Pair]) -> Pair:
     return make_pair(request.param)

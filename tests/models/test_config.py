@@ -173,6 +173,20 @@ def test_absurd_rope(values: dict[str, Any]) -> None:
         ("qwen2", {"shared_expert_intermediate_size": None}, "lacks shared_expert_intermediate"),
         ("qwen2-window", {"layer_types": ["full_attention"]}, "must be a list of 4 words"),
         ("qwen2-window", {"layer_types": ["slow"] * 4}, "has an unknown word"),
+        ("minimax-m2", {"use_routing_bias": False}, "use_routing_bias = false"),
+        ("minimax-m2", {"rotary_dim": 13}, "rotary_dim 13 is above head_dim 12"),
+        ("qwen3-next", {"attn_output_gate": False}, "attn_output_gate = false"),
+        ("ernie4.5", {"use_bias": True}, "use_bias = true is not supported"),
+        ("hunyuan", {"use_cla": True}, "use_cla = true is not supported"),
+        ("hunyuan", {"moe_topk": [1, 2]}, "moe_topk = a list"),
+        ("exaone", {"sliding_window": None}, "sliding_window = null"),
+        ("solar", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        ("lfm2", {"layer_types": ["conv"] * 4}, "no layer has attention"),
+        ("laguna", {"gating": False}, "gating must be per-head or per-element"),
+        ("laguna", {"num_attention_heads_per_layer": [4]}, "needs one value per layer"),
+        ("laguna", {"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "lacks sliding"),
+        ("mistral4", {"rope_interleave": False}, "rope_interleave = false"),
+        ("mistral4", {"n_group": 3}, "8 experts do not form 3 groups"),
         ("deepseek-lite", {"norm_topk_prob": True}, "norm_topk_prob = true is not supported"),
         ("deepseek-lite", {"scoring_func": "sigmoid"}, "scoring_func = 'sigmoid'"),
         ("deepseek-lite", {"topk_method": "noaux_tc"}, "topk_method = 'noaux_tc'"),
@@ -242,7 +256,7 @@ def test_unknown_family(values: Any) -> None:
 
 
 def test_table() -> None:
-    others = {"kimi_k2": "deepseek_v3", "kimi_k25": "deepseek_v3"}
+    others = {"kimi_k2": "deepseek_v3", "kimi_k25": "deepseek_v3", "mistral3": "mistral4"}
     known = {name.removesuffix("_text"): f.model_type for name, f in FAMILIES.items()}
     assert known == {name: others.get(name, name) for name in known}
     tested = {tiny.family for tiny in TINY.values()} | {pair.family for pair in PAIRS.values()}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.fakes import WatchedExperts, load_resident
 from tests.models.conftest import Pair
-from tests.tiny import TINY, save_tiny
+from tests.tiny import TINY, by_default, save_tiny
 
 
 def test_every_tensor_has_a_place(pair: Pair) -> None:
@@ -92,7 +92,7 @@ def _typical(errors: list[Tensor]) -> float:
     return float(per_token[: len(per_token) * 9 // 10].mean().sqrt())
 
 
-@pytest.mark.parametrize("name", list(TINY))
+@pytest.mark.parametrize("name", by_default(list(TINY), least=True))
 def test_bfloat16(name: str, tmp_path: Path) -> None:
     """With the same bfloat16 weights our error is at most 1.5 times that of transformers."""
     theirs, ours = [], []

@@ -9,7 +9,7 @@ import pytest
 from moeinf.models import family_of
 from tests.tiny import TINY, tiny_config
 
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
 def old_spelling(values: dict[str, Any]) -> dict[str, Any]:
@@ -19,6 +19,9 @@ def old_spelling(values: dict[str, Any]) -> dict[str, Any]:
     for key in ("rope_theta", "partial_rotary_factor"):
         if key in rope:
             old[key] = rope.pop(key)
+    if "full_attention" in rope:
+        old["rope_parameters"] = rope  # a section for each kind of layer has one spelling
+        return {**old, "torch_dtype": "float32"}
     kind = rope.pop("rope_type", "default")
     plain = kind == "default" and values["model_type"] != "gpt_oss"  # its default is another
     old["rope_scaling"] = None if plain else {**rope, "type": kind}

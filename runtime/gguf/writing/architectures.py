@@ -12,11 +12,11 @@ from typing import Any
 from moeinf.models.arctic import ArcticConfig
 from moeinf.models.deepseek_v2 import DeepseekV2Config
 from moeinf.models.deepseek_v3 import DeepseekV3Config
-from moeinf.models.glm4_moe import Glm4MoeConfig
 from moeinf.models.gpt_oss import GptOssConfig
 from moeinf.models.granitemoe import GraniteMoeConfig
 from moeinf.models.layers.decoder import BodyConfig
 from moeinf.models.layers.rope import RopeConfig
+from moeinf.models.layers.sigmoid_decoder import SigmoidGqaConfig
 from moeinf.models.layers.sigmoid_experts import SigmoidExperts
 from moeinf.models.mixtral import MixtralConfig
 from moeinf.models.olmoe import OlmoeConfig
@@ -323,8 +323,8 @@ def _qwen35(config: Qwen35MoeConfig) -> Written:
     )
 
 
-def _glm4_moe(config: Glm4MoeConfig) -> Written:
-    body, shape, ffn = config.body, config.attention, config.ffn
+def _glm4_moe(config: SigmoidGqaConfig) -> Written:
+    body, shape, ffn = config.body, config.attention[0], config.ffn
     plan = ffn.plan
     keys = sizes(body, plan.moe) | heads(shape) | rope_keys("glm4_moe", body.rope, config.turning)
     if plan.dense_intermediate is not None:

@@ -16,13 +16,17 @@ from moeinf.runtime.sizes import parse_memory
 from scripts.make_checkpoint import byte_tokenizer
 from tests.conftest import endless, pull
 from tests.generating import answering
-from tests.tiny import save_tiny, tiny_reference
+from tests.tiny import by_default, save_tiny, tiny_reference
 
 CONFIGS = ["mixtral", "mixtral-window", "deepseek-lite", "deepseek-groups", "olmoe-yarn"]
 CONFIGS += ["deepseek-v3", "glm4", "glm4-head-norms", "glm4-lite-layers"]
 CONFIGS += ["gpt-oss", "gpt-oss-all-experts", "gpt-oss-one-expert"]
 CONFIGS += ["arctic", "granite", "granite-shared", "phimoe", "phimoe-biased", "phimoe-longrope"]
 CONFIGS += ["qwen3.5", "qwen3.5-full-first"]
+CONFIGS += ["minimax-m2", "minimax-m2-yarn", "qwen3-next", "qwen3-next-dense-first", "dots1"]
+CONFIGS += ["dots1-window", "ernie4.5", "ernie4.5-intervals", "hunyuan", "hunyuan-one-expert"]
+CONFIGS += ["exaone", "exaone-groups", "solar", "solar-one-expert", "lfm2", "lfm2-biased"]
+CONFIGS += ["mistral4", "mistral4-groups", "laguna", "laguna-elements"]
 CONFIGS += ["qwen2", "qwen2-window", "qwen3", "qwen3-sparse-step", "qwen3-window"]
 GREEDY = SamplingOptions(temperature=0)
 
@@ -41,7 +45,7 @@ def pulled(name: str, folder: Path, count: int) -> tuple[Settings, Manifest, lis
     return settings, manifest, prompt, expected
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", by_default(CONFIGS))
 def test_float32_equals_transformers_token_for_token(name: str, tmp_path: Path) -> None:
     settings, manifest, prompt, expected = pulled(name, tmp_path, 30)
     for memory in ("100%", str(manifest.slots.min_bytes)):

@@ -52,14 +52,19 @@ CONFIGS = ["arctic", "deepseek-lite", "deepseek-groups", "deepseek-v3", "glm4-he
 CONFIGS += ["glm4-lite", "gpt-oss", "granite", "mixtral-window", "olmoe-yarn", "phimoe-biased"]
 CONFIGS += ["granite-shared", "qwen2", "qwen3-sparse-step", "qwen3.5"]
 CONFIGS += list(PAIRS)
+BRIEF_TOO = ["minimax-m2", "qwen3-next", "dots1-window", "ernie4.5", "hunyuan", "exaone-groups"]
+BRIEF_TOO += ["solar", "lfm2-biased", "mistral4", "laguna"]
 SHALLOW = {  # four layers in all, as deep as the others: T5's unscaled scores add more rounding
     "num_layers": 2,
     "num_sparse_encoder_layers": 1,
     "num_decoder_layers": 2,
     "num_sparse_decoder_layers": 1,
 }
-CASES = [(name, tag) for name in CONFIGS for tag in ("q8", "q4")]
+CASES: list[Any] = [(name, tag) for name in CONFIGS for tag in ("q8", "q4")]
 CASES += [("gpt-oss-blocks", "mxfp4"), ("gpt-oss", "q4d8"), ("olmoe-yarn", "q4d8")]
+CASES += [
+    pytest.param(name, tag, marks=pytest.mark.full) for name in BRIEF_TOO for tag in ("q8", "q4")
+]
 CASES += [("int4", "q4"), ("int4", "q8"), ("int8", "q8"), ("nvfp4", "q8"), ("nvfp4", "q4")]
 
 

@@ -19,6 +19,7 @@ KINDS = [
     "gpt-oss",
     "qwen3.5",
     "phimoe",
+    pytest.param("lfm2", marks=pytest.mark.full),
 ]  # MLA, windows, recurrent, longrope
 IDS = [(7 * place + place // 5) % 50 for place in range(100)]
 

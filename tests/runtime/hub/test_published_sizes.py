@@ -1,0 +1,158 @@
+"""Published configs parse, and each short name's parameter count is that of its config.
+
+tests/data/configs.json has published config.json files, without keys that no family reads.
+tests/data/sizes.json has the numbers of other models, which the count confirms. FROM says how the
+config of another short name differs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moeinf.models import FAMILIES, ModelDataError, family_of
+from moeinf.runtime.hub.aliases import Entry, entry_of, registry
+from tests.fakes import DictParts
+
+_DATA = Path(__file__).parents[2] / "data"
+PUBLISHED: dict[str, dict[str, Any]] = json.loads((_DATA / "configs.json").read_text("utf-8"))
+SIZES: dict[str, dict[str, Any]] = json.loads((_DATA / "sizes.json").read_text("utf-8"))
+_QWEN3, _CODER = "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-Coder-480B-A35B-Instruct"
+_SWITCH, _GPT_OSS = "google/switch-base-128", "openai/gpt-oss-20b"
+FROM: dict[str, tuple[str, dict[str, Any]]] = {  # published file or short name, differing keys
+    "mixtral": ("mistralai/Mixtral-8x7B-v0.1", {}),
+    "deepseek-v2-lite": ("deepseek-ai/DeepSeek-V2-Lite", {}),
+    "deepseek-v3-0324": ("deepseek-ai/DeepSeek-V3", {}),
+    "deepseek-v3.1-terminus": ("deepseek-ai/DeepSeek-V3.1", {}),
+    "deepseek-r1-0528": ("deepseek-ai/DeepSeek-R1", {}),
+    "gpt-oss-120b": (
+        _GPT_OSS,
+        {"num_hidden_layers": 36, "num_local_experts": 128, "layer_types": None},
+    ),
+    "glm-4.6": ("glm-4.5", {}),
+    "glm-4.7": ("glm-4.5", {}),
+    "glm-4.5-air-reap-82b-a12b": ("glm-4.5-air", {"n_routed_experts": 96}),
+    "glm-4.7-reap-218b-a32b": ("glm-4.5", {"n_routed_experts": 96}),
+    "glm-4.7-flash-reap-23b-a3b": ("glm-4.7-flash", {"n_routed_experts": 48}),
+    "olmoe": ("allenai/OLMoE-1B-7B-0924", {}),
+    **{f"switch-base-{n}": (_SWITCH, {"num_experts": n}) for n in (8, 16, 32, 64, 256)},
+    "switch-large-128": (
+        _SWITCH,
+        {
+            "d_model": 1024,
+            "d_ff": 4096,
+            "num_heads": 16,
+            "num_layers": 24,
+            "num_decoder_layers": 24,
+            "num_sparse_encoder_layers": 12,
+            "num_sparse_decoder_layers": 12,
+        },
+    ),
+    "qwen1.5-moe": ("Qwen/Qwen1.5-MoE-A2.7B", {}),
+    "qwen2-57b-a14b": ("Qwen/Qwen2-57B-A14B", {}),
+    **dict.fromkeys(
+        ("qwen3-30b-a3b-2507", "qwen3-30b-a3b-thinking", "qwen3-coder-30b-a3b"), (_QWEN3, {})
+    ),
+    "qwen3-coder-reap-25b-a3b": (_QWEN3, {"num_experts": 103}),
+    "qwen3-coder-reap-246b-a35b": (_CODER, {"num_experts": 80}),
+    "qwen3-coder-reap-363b-a35b": (_CODER, {"num_experts": 120}),
+    "qwen3-235b-a22b-2507": ("Qwen/Qwen3-235B-A22B", {}),
+    "qwen3-235b-a22b-thinking": ("Qwen/Qwen3-235B-A22B", {}),
+    "qwen3.6-35b-a3b": ("Qwen/Qwen3.5-35B-A3B", {}),
+    "minimax-m2": ("MiniMaxAI/MiniMax-M2.5", {}),
+    "minimax-m2-reap-162b-a10b": ("MiniMaxAI/MiniMax-M2.5", {"num_local_experts": 180}),
+    "qwen3-next-80b-a3b-thinking": ("qwen3-next-80b-a3b", {}),
+    "qwen3-coder-next": ("qwen3-next-80b-a3b", {}),
+}
+
+
+class Counted(DictParts):
+    """`Parts` that has every tensor that is asked for, without data."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.counts: dict[str, int] = {}
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        self.counts[name] = math.prod(shape)
+        return torch.empty(shape, device="meta")
+
+
+def config_of(entry: Entry) -> dict[str, Any]:
+    """Return the published config of a short name; raise KeyError if it is missing here."""
+    if entry.repo in PUBLISHED:
+        return PUBLISHED[entry.repo]
+    known = PUBLISHED | SIZES
+    base, changes = FROM.get(entry.name, (entry.name, {}))
+    return {**known[base], **changes}
+
+
+def parameters(config: dict[str, Any]) -> float:
+    """Return a model's parameters in billions, experts included."""
+    config = {"max_position_embeddings": 4096, **config}
+    family, parts = family_of(config), Counted()
+    parsed = family.parse(config)
+    moe = family.build(parsed, parts).moe
+    expert = sum(math.prod(shape) for shape in moe.parts.values())
+    return (sum(parts.counts.values()) + moe.layers * moe.experts * expert) / 1e9
+
+
+@pytest.mark.parametrize("entry", registry().values(), ids=lambda entry: entry.name)
+def test_the_count_is_the_published_one(entry: Entry) -> None:
+    config = config_of(entry)
+    assert family_of(config) is FAMILIES[entry.family]
+    count = parameters(config)
+    assert count == pytest.approx(entry.parameters, rel=0.01)
+    if pruned := re.search(r"-reap-(\d+)b-", entry.name):  # the size is in the published name
+        assert round(count) == int(pruned[1])
+
+
+@pytest.mark.parametrize("repo", sorted(PUBLISHED))
+def test_a_published_config_parses(repo: str) -> None:
+    config = PUBLISHED[repo]
+    assert family_of(config).parse(config).moe.experts >= 8
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        *("deepseek", "grinmoe", "jamba", "jetmoe", "kimi_k3", "llama4", "llama_moe"),
+        *("minimax_m3", "openmoe", "qwen3_vl_moe", "step3p7", "xverse", "yuan"),
+    ],
+)
+def test_other_families_are_refused_by_name(model_type: str) -> None:
+    with pytest.raises(ModelDataError, match=f"model_type '{model_type}' is not supported"):
+        family_of({"model_type": model_type, "num_experts": 8})
+
+
+@pytest.mark.parametrize(
+    ("typed", "repo"),
+    [
+        ("gpt-oss:20b", "openai/gpt-oss-20b"),
+        ("gpt-oss:120b", "openai/gpt-oss-120b"),
+        ("qwen3:30b-a3b", "Qwen/Qwen3-30B-A3B"),
+        ("qwen3-coder:30b", "Qwen/Qwen3-Coder-30B-A3B-Instruct"),
+        ("qwen3-coder:480b", "Qwen/Qwen3-Coder-480B-A35B-Instruct"),
+        ("qwen3-next:80b", "Qwen/Qwen3-Next-80B-A3B-Instruct"),
+        ("qwen3.5:35b", "Qwen/Qwen3.5-35B-A3B"),
+        ("qwen3.5:397b-a17b", "Qwen/Qwen3.5-397B-A17B"),
+        ("mixtral:8x7b", "mistralai/Mixtral-8x7B-Instruct-v0.1"),
+        ("deepseek-v2:16b", "deepseek-ai/DeepSeek-V2-Lite-Chat"),
+        ("deepseek-v3.1:671b", "deepseek-ai/DeepSeek-V3.1"),
+        ("deepseek-r1:671b", "deepseek-ai/DeepSeek-R1"),
+        ("glm-4.7-flash", "zai-org/GLM-4.7-Flash"),
+        ("glm-4.7-flash:latest", "zai-org/GLM-4.7-Flash"),
+        ("minimax-m2:latest", "MiniMaxAI/MiniMax-M2"),
+    ],
+)
+def test_ollamas_names(typed: str, repo: str) -> None:
+    entry = entry_of(typed)
+    assert entry is not None
+    assert entry.repo == repo
