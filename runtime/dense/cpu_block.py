@@ -15,7 +15,7 @@ from moeinf.models.layers.decoder import Block
 from moeinf.models.layers.kv_cache import PassRows
 from moeinf.models.layers.mla import MlaAttention
 from moeinf.models.layers.moe import SparseFfn
-from moeinf.native import AttentionHalf
+from moeinf.native import AttentionHalf, LinearKernel
 from moeinf.offload.store.compute import MOST_ROWS
 from moeinf.runtime.dense.cpu_fused import (
     NativeGqa,
@@ -72,11 +72,14 @@ def tuned_block(block: Block) -> Block | NativeBlock:
     else:
         return block
     core = attention.core
-    linears = [_linear(one) for one in [*inputs, output]]
-    weights = [norm.torch_norm for norm in norms if isinstance(norm, NativeNorm)]
-    if not isinstance(core, NativeGqa | NativeMla) or None in linears or len(weights) < 2:
+    linears = [found for one in [*inputs, output] if (found := _linear(one)) is not None]
+    native_norms = [native_norm(norm.torch_norm) for norm in norms if isinstance(norm, NativeNorm)]
+    weights = [weight for weight in native_norms if weight is not None]
+    if not isinstance(core, NativeGqa | NativeMla) or len(linears) <= len(inputs):
         return block
-    before, after = (native_norm(norm) for norm in weights)
+    if len(weights) < len(norms):
+        return block
+    before, after = weights
     router = block.ffn.router if isinstance(block.ffn, SparseFfn) else None
     native = router if isinstance(router, NativeRouter) else None
     half = AttentionHalf(
@@ -86,7 +89,7 @@ def tuned_block(block: Block) -> Block | NativeBlock:
     return NativeBlock(block, core, half, None if native is None else native.top_k)
 
 
-def _linear(linear: object) -> tuple[object, int] | None:
+def _linear(linear: object) -> tuple[LinearKernel, int] | None:
     """Return a linear layer's kernel and the address of its bias; None: it is not native."""
     if not isinstance(linear, NativeLinear):
         return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,6 @@ from moeinf.offload.policy.base import Setup
 from moeinf.offload.policy.table import POLICIES, USE_HINTS, USE_PAST
 from moeinf.offload.routing.eamc import Eamc
 from moeinf.offload.routing.trace import Phase, RoutingShape
-from moeinf.offload.store.all_there import AtOnce
 from moeinf.offload.store.expert_store import ExpertStore, Stopped
 from moeinf.offload.store.host_tier import HostTier
 from moeinf.offload.store.tier import Pending
@@ -239,30 +237,6 @@ def test_counts(shards: Shards) -> None:
     since = store.stats.since(before)
     assert (since.prefill_events, since.prefill_hits, since.loads) == (3, 3, 0)
     assert since.decode_events == 0
-    store.close()
-
-
-def test_a_layer_that_is_all_there_is_one_call(shards: Shards) -> None:
-    """Where a layer has one layout with kernels, and few rows; a missing expert prevents it."""
-    store = shards.store(slots=L * E)
-    store.warm(range(L * E))
-    for layer in range(L):
-        run(store, layer, 40, layer)  # the reads have arrived
-    for layer, tokens in itertools.product(range(L), (1, 16, 17)):
-        store.begin_pass(torch.zeros(tokens, dtype=torch.int64), "prefill")
-        before = store.stats.copy()
-        asked = routing(tokens, layer, none=0.2)
-        pending = store.submit(layer, *asked)
-        one_call = shards.layouts[0] is not LAYOUT and layer < L - 1 and tokens <= 16
-        assert isinstance(pending, AtOnce) == one_call
-        assert torch.equal(pending.result(), shards.reference.submit(layer, *asked).result())
-        events = int((asked[1] >= 0).sum())
-        since = store.stats.since(before)
-        assert (since.prefill_events, since.prefill_hits) == (events, events)
-        store.end_pass()
-    for wrong in (-2, E):
-        with pytest.raises(ValueError, match="expert ids"):
-            store.submit(0, torch.ones(1, D), torch.tensor([[wrong, 1]]), torch.ones(1, K))
     store.close()
 
 
