@@ -257,6 +257,12 @@ NoPrefixCache = Annotated[
     bool,
     typer.Option("--no-prefix-cache", help="Keep nothing of a prompt for later requests."),
 ]
+NoSpeculation = Annotated[
+    bool,
+    typer.Option(
+        "--no-speculation", help="Decode one token per pass, also where the text repeats itself."
+    ),
+]
 
 
 def engine_config(
@@ -274,6 +280,7 @@ def engine_config(
     skip_below: float = 0.0,
     cache_aware: float = 0.0,
     experts: float | None = None,
+    speculation: bool = True,
 ) -> EngineConfig:
     """Return the configuration: options override the environment, which overrides defaults."""
     return EngineConfig(
@@ -291,4 +298,5 @@ def engine_config(
         libcuda=settings.libcuda,
         reproducible=reproducible,
         prefix=settings.prefix if prefix_cache else None,
+        speculation=speculation,
     )

@@ -250,6 +250,7 @@ class Model(Protocol):
         experts: Experts,
         logits: Literal["last", "all", "states"] = "last",
         piece: int | None = None,
+        accept: Callable[[Tensor], int] | None = None,
     ) -> Tensor:
         """Append token ids to each state in one pass; return logits in float32 on the CPU.
 
@@ -260,8 +261,13 @@ class Model(Protocol):
         all      [T, vocab]: every token, in batch order
         states   [T, hidden]: every token after the final norm, before the head
 
-        The phase is decode when every request brings exactly one token and has history, else
-        prefill. Raises ContextFull. A failed pass leaves all lengths as they were.
+        accept    drafted tokens of one state with history: each is computed as if it came alone,
+                  after those before it. Called with the logits of all of them [T, vocab] before the
+                  pass ends; returns how many of the first ones the state keeps. The other rows are
+                  not history. Not for recurrent layers
+
+        The phase is decode when every request brings exactly one token and has history, or `accept`
+        is given, else prefill. Raises ContextFull. A failed pass leaves all lengths as they were.
         """
         ...
 

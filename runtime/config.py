@@ -254,6 +254,8 @@ class EngineConfig:
                chunks of PREFILL_CHUNK; None: what a share of the memory holds (placement/plan.py)
     reproducible  reuse only what a prompt's own prefill would write bit for bit: whole chunks
     prefix     keep the KV of ended requests (runtime/prefix); None: do not
+    speculation  check tokens that the text itself suggests, several in a pass (runtime/generation/
+               lookup.py); the answer is the same without
     """
 
     memory: MemorySize | None = None
@@ -274,6 +276,7 @@ class EngineConfig:
     window: int | None = None
     reproducible: bool = False
     prefix: PrefixBudget | None = None
+    speculation: bool = True
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < PREFILL_CHUNK:

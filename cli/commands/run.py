@@ -29,6 +29,7 @@ from moeinf.cli.options import (
     Memory,
     Model,
     NoPrefixCache,
+    NoSpeculation,
     NoTrace,
     OnMiss,
     PolicyName,
@@ -106,6 +107,7 @@ def run(
     threads: Threads = None,
     reproducible: Reproducible = False,
     no_prefix_cache: NoPrefixCache = False,
+    no_speculation: NoSpeculation = False,
     no_trace: NoTrace = False,
     server: Annotated[
         bool | None,
@@ -151,6 +153,7 @@ def run(
         skip_below=skip_below,
         cache_aware=route or 0.0,
         experts=experts,
+        speculation=not no_speculation,
     )
     if dry_run:
         print_plan(model, config, settings, out)
@@ -180,6 +183,7 @@ def run(
         "--policy": None if policy == DEFAULT_POLICY else policy,
         "--no-trace": no_trace or None, "--reproducible": reproducible or None,
         "--no-prefix-cache": no_prefix_cache or None,
+        "--no-speculation": no_speculation or None,
         "--skip-below": skip_below or None, "--route": route or None,
         "--experts": experts,
         "--no-server": True if server is False else None,

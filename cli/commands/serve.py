@@ -16,6 +16,7 @@ from moeinf.cli.options import (
     Experts,
     Memory,
     NoPrefixCache,
+    NoSpeculation,
     OnMiss,
     PolicyName,
     Quiet,
@@ -68,6 +69,7 @@ def serve(
     threads: Threads = None,
     reproducible: Reproducible = False,
     no_prefix_cache: NoPrefixCache = False,
+    no_speculation: NoSpeculation = False,
     port: Annotated[
         int | None,
         typer.Option(min=0, max=65535, help="0: any free port.", show_default=False),
@@ -114,6 +116,7 @@ def serve(
         skip_below=skip_below,
         cache_aware=route or 0.0,
         experts=experts,
+        speculation=not no_speculation,
     )
 
     from moeinf.server.serve import run_server  # imports FastAPI and uvicorn

@@ -275,9 +275,14 @@ class Decoder:
         experts: Experts,
         logits: Literal["last", "all", "states"] = "last",
         piece: int | None = None,
+        accept: Callable[[Tensor], int] | None = None,
     ) -> Tensor:
         """See base.Model. Raises ValueError for no tokens, unknown ids, or a duplicate state."""
         spans = check_batch(batch, self._cache, self.vocab_size)
+        if accept is not None:
+            if len(spans) > 1 or not spans[0].past or self._cache.recurrent is not None:
+                raise ValueError("drafts need one state with history and no recurrent layers")
+            spans = spans[0].one_by_one()
         count = spans[-1].rows.stop
         device = self._cache.device
         ids = torch.tensor([i for tokens, _ in batch for i in tokens], device=device)  # [T]
@@ -294,7 +299,8 @@ class Decoder:
         if decoding or (piece is not None and len(spans) == 1 and count <= piece):
             piece = None  # nothing to divide
         cuts = () if piece is None else [at for at, _ in divided(spans, piece)]
-        with torch.inference_mode(), one_pass(experts, torch.tensor(owner), phase, cuts):
+        kept = len(spans)
+        with torch.inference_mode(), one_pass(experts, torch.tensor(owner), phase, cuts) as ending:
             if decoding and logits != "states" and count <= _HEAD_ROWS:
                 out.copy_(self._decode(ids, positions, spans, experts))
             else:
@@ -303,9 +309,12 @@ class Decoder:
                     x = x[torch.tensor([span.rows.stop - 1 for span in spans], device=device)]
                 step = _HEAD_ROWS if piece is None or logits != "last" else 1
                 self._fill(out, x, self._body.norm if logits == "states" else self._logits, step)
-        if self._logits_scale != 1.0 and logits != "states":
-            out /= self._logits_scale
-        for span in spans:
+            if self._logits_scale != 1.0 and logits != "states":
+                out /= self._logits_scale
+            if accept is not None:
+                kept = accept(out)
+                ending.accepted = torch.arange(count) < kept
+        for span in spans[:kept]:
             span.cache.advance(span.count)
         return out
 

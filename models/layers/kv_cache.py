@@ -172,6 +172,13 @@ class Span:
         """Rows, at least one."""
         return int(self.rows.stop - self.rows.start)
 
+    def one_by_one(self) -> tuple[Span, ...]:
+        """Return a span for each row: a decoded token, which sees the rows before it."""
+        return tuple(
+            Span(self.cache, slice(row, row + 1), self.past + row - self.rows.start)
+            for row in range(self.rows.start, self.rows.stop)
+        )
+
 
 @dataclass(frozen=True)
 class PassRows:

@@ -136,18 +136,26 @@ class ResidentExperts:
         """Do nothing: there is nothing to record."""
 
 
+@dataclass
+class Ending:
+    """The end of an open pass. accepted: see Experts.end_pass."""
+
+    accepted: Tensor | None = None
+
+
 @contextmanager
 def one_pass(
     experts: Experts, rows: Tensor, phase: Phase, pieces: Sequence[slice] = ()
-) -> Iterator[None]:
+) -> Iterator[Ending]:
     """Open a pass, and close it; after an error its rows are not accepted."""
     experts.begin_pass(rows, phase, *([pieces] if pieces else []))
+    ending = Ending()
     try:
-        yield
+        yield ending
     except BaseException:
         experts.end_pass(torch.zeros(len(rows), dtype=torch.bool))
         raise
-    experts.end_pass()
+    experts.end_pass(ending.accepted)
 
 
 @dataclass(frozen=True)

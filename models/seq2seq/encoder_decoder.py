@@ -192,13 +192,16 @@ class EncoderDecoder:
         experts: Experts,
         logits: Literal["last", "all", "states"] = "last",
         piece: int | None = None,
+        accept: Callable[[Tensor], int] | None = None,
     ) -> Tensor:
-        """See base.Model. Raises ValueError for a state without a source, and for "states".
+        """See base.Model. Raises ValueError for a state without a source, "states" and drafts.
 
         A pass is not divided.
         """
         if logits == "states":
             raise ValueError("an encoder-decoder has no states of its text alone")
+        if accept is not None:
+            raise ValueError("an encoder-decoder does not check drafts")
         states = [state for _, state in batch if isinstance(state, SourceState)]
         if len(states) < len(batch):
             raise ValueError("the state was not made by this model")

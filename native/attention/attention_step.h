@@ -8,7 +8,8 @@
 //              latent: norm, rotate (2i with 2i + 1), into the cache
 //              q:      nope · W_uk -> kv_lora, rope rotated; attend; result · W_uv -> value
 //
-// The caches of a call belong to different requests, and no other thread uses them during the call.
+// The caches of a call belong to different requests, or to successive tokens of one in order: all
+// new rows are written before the first is read. No other thread uses them during the call.
 // Row r of every input belongs to requests[r], whose count includes the new token. The bits of a
 // result depend only on its row and cache.
 #pragma once

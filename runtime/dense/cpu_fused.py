@@ -18,7 +18,12 @@ from moeinf.models.layers.attention import GqaCore
 from moeinf.models.layers.kv_cache import KvCache, PassRows, Span
 from moeinf.models.layers.mla import MlaCore
 from moeinf.models.layers.norms import RmsNorm
-from moeinf.models.layers.routing import SoftmaxRouter
+from moeinf.models.layers.routing import (
+    SigmoidRouter,
+    SoftmaxRouter,
+    SparseMixer,
+    TopSoftmaxRouter,
+)
 from moeinf.native import GqaStep, MlaStep, RouterKernel, rms_norm
 from moeinf.offload.store.compute import MOST_ROWS
 
@@ -73,6 +78,21 @@ class NativeRouter:
         weights = torch.empty(len(x), self.top_k)
         self.kernel.run(x.data_ptr(), len(x), ids.data_ptr(), weights.data_ptr())
         return ids, weights
+
+
+class RowRouter:
+    """A router in torch for few rows, one by one: torch's products depend on their number."""
+
+    def __init__(self, torch_router: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
+        self.torch_router = torch_router
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if not 1 < len(x) <= MOST_ROWS or x.dtype != torch.bfloat16:
+            return self.torch_router(x)
+        ids, weights = zip(
+            *(self.torch_router(x[row : row + 1]) for row in range(len(x))), strict=True
+        )
+        return torch.cat(ids), torch.cat(weights)
 
 
 class NativeGqa:
@@ -217,7 +237,7 @@ def _rms_norm(norm: RmsNorm) -> object:
 
 
 def _router(router: SoftmaxRouter) -> object:
-    return NativeRouter(router) if _fits(router.weight) else router
+    return NativeRouter(router) if _fits(router.weight) else RowRouter(router)
 
 
 def _weight(norm: Callable[[Tensor], Tensor] | None) -> Tensor | None:
@@ -234,4 +254,7 @@ _NATIVE: dict[type, Callable[[Any], object]] = {
     MlaCore: _mla,
     RmsNorm: _rms_norm,
     SoftmaxRouter: _router,
+    TopSoftmaxRouter: RowRouter,
+    SigmoidRouter: RowRouter,
+    SparseMixer: RowRouter,
 }

@@ -16,7 +16,7 @@ from moeinf.models.layers.moe import SparseFfn
 from moeinf.models.layers.routing import SigmoidRouter, SoftmaxRouter, TopSoftmaxRouter
 from moeinf.offload.store.expert_store import ExpertStore
 from moeinf.runtime.dense.cpu_backend import CpuMath
-from moeinf.runtime.dense.cpu_fused import NativeRouter
+from moeinf.runtime.dense.cpu_fused import NativeRouter, RowRouter
 from moeinf.runtime.library.manifest import Manifest
 
 
@@ -54,7 +54,7 @@ class CacheAwareMath(CpuMath):
         if not isinstance(piece, SparseFfn):
             return super().tuned(piece)
         exact = piece.router
-        judge = exact.torch_router if isinstance(exact, NativeRouter) else exact
+        judge = exact.torch_router if isinstance(exact, NativeRouter | RowRouter) else exact
         assert isinstance(judge, SoftmaxRouter | TopSoftmaxRouter | SigmoidRouter), type(judge)
         cheap = partial(self._cheap, piece.layer)
         router = CacheAwareRouter(exact, judge, self._bonus, cheap, self._replaced)

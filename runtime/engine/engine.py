@@ -32,6 +32,7 @@ from moeinf.runtime.engine.opening import (
     Tiers,
     figures,
     load_weights,
+    may_draft,
     open_prefixes,
     open_text,
     open_tiers,
@@ -139,6 +140,7 @@ class Engine:
                 load_seconds=time.perf_counter() - start,
                 peak_bytes=plan.peak_bytes,
                 reproducible=config.reproducible,
+                drafts=may_draft(config, manifest, tiers, weights.model),
             )
             if plan.traced:
                 Library(settings).used(manifest.model)
@@ -252,6 +254,17 @@ class Engine:
         logits = self._pass([([token], state) for state, token in tokens])
         values: NDArray[np.float32] = logits.numpy()
         return values
+
+    def check(self, state: State, ids: Sequence[int], accept: Callable[[Tensor], int]) -> None:
+        """Append the first of several drafted tokens to a state with history, in one pass.
+
+        accept: see models.base.Model.extend. Up to MOST_ROWS ids, where `info.drafts`. Raises like
+        `extend`, and what `accept` raises; the state is then as it was.
+        """
+        self._give_torch_threads(len(ids))
+        self._with_memory(
+            lambda: self.model.extend([(ids, state)], self.tracing.experts, accept=accept)
+        )
 
     def _pass(self, batch: Sequence[tuple[Sequence[int], State]]) -> Tensor:
         """Run one pass of the model; after an error nothing stays pinned."""

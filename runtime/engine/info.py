@@ -34,6 +34,7 @@ class EngineInfo:
     load_seconds: float = 0.0
     peak_bytes: int = 0  # of the whole process, imports included
     reproducible: bool = False  # see EngineConfig
+    drafts: bool = False  # a pass may check drafted tokens; see opening.may_draft
 
     @property
     def name(self) -> ModelName:

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from moeinf.errors import reason
+from moeinf.models.base import Model
 from moeinf.native import (
     OutOfDeviceMemory,
     kernel_path,
@@ -225,6 +226,22 @@ def _room_for(what: str, gpu: OpenGpu | None) -> Iterator[None]:
 def scarcity(gpu: OpenGpu | None) -> tuple[type[Exception], ...]:
     """Return the exceptions that mean that the device is out of memory."""
     return () if gpu is None else gpu.device.out_of_memory
+
+
+def may_draft(config: EngineConfig, manifest: Manifest, tiers: Tiers, model: Model) -> bool:
+    """Return True if a row of several of one request equals the row computed alone.
+
+    Not with torch's float32 products, on a GPU, or if residency chooses the result. Recurrent
+    layers cannot go back by one token.
+    """
+    return (
+        config.speculation
+        and manifest.dtype != "F32"
+        and tiers.gpu is None
+        and not config.lossy
+        and not manifest.encoder_layers
+        and not model.state_bytes
+    )
 
 
 def warm_up(tiers: Tiers) -> tuple[str, ...]:

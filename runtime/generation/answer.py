@@ -50,6 +50,11 @@ class Answer:
             return piece + self.rest()
         return piece
 
+    @property
+    def left(self) -> int:
+        """The number of tokens that may still come."""
+        return self._most - len(self.tokens)
+
     def rest(self) -> str:
         """Return the text that was held back, once the answer has ended."""
         return self._text.add(self._stream.rest()) + self._text.rest()

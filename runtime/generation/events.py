@@ -61,6 +61,8 @@ class Ended:
     request: int = -1  # its number with the engine; -1: it has not begun
     lossy: Mapping[str, float] = field(default_factory=dict)  # see EngineConfig.lossy
     counted: bool = False  # its routing is recorded: all of its prompt was read
+    drafted: int = 0  # tokens checked beside the one that was certain
+    accepted: int = 0  # of them, those that became tokens of the answer
 
     @property
     def tokens(self) -> int:

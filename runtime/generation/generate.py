@@ -63,8 +63,13 @@ class Generation:
 
     @property
     def decode_steps(self) -> int:
-        """Passes of one token; prefill gives the first token."""
+        """Tokens after the first, which prefill gives."""
         return max(0, self._ended.tokens - 1)
+
+    @property
+    def drafts(self) -> tuple[int, int]:
+        """The number of tokens that were drafted, and how many of them were right."""
+        return self._ended.drafted, self._ended.accepted
 
     @property
     def request(self) -> int:

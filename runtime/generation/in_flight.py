@@ -11,9 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeinf.models.base import State
+from moeinf.models.layers.kv_cache import KvCache
 from moeinf.runtime.config import PREFILL_CHUNK
+from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.generation.answer import Answer
+from moeinf.runtime.generation.draft_gate import Account
 from moeinf.runtime.generation.events import Ended, Request, TokenInfo
+from moeinf.runtime.generation.lookup import Lookup
 from moeinf.runtime.sampling.grammar import Constraint
 
 
@@ -62,6 +66,8 @@ class Running:
     decode_seconds: float = 0.0  # of passes and of choosing
     logits: NDArray[np.float32] | None = None  # of the last pass, before a token is chosen
     states: NDArray[np.float64] | None = None  # [D], the sum over the prompt; of embeddings only
+    lookup: Lookup | None = None  # from the first pass on that may check a draft
+    drafts: Account = field(default_factory=Account)
 
     @property
     def prefilled(self) -> bool:
@@ -88,6 +94,8 @@ class Running:
             request=self.number,
             lossy=lossy,
             counted=self.prefilled,
+            drafted=self.drafts.drafted,
+            accepted=self.drafts.accepted,
         )
 
     def close(self) -> None:
@@ -108,6 +116,29 @@ def shared_tokens(reusable: Sequence[int], prompt: Sequence[int], step: int) -> 
             same = next(i for i in range(start, end) if reusable[i] != prompt[i])
             return same // step * step
     return most
+
+
+def reusing(engine: Engine, free: Sequence[Place], prompt: Sequence[int]) -> Place:
+    """Return the free place whose state holds as much of the prompt as is known.
+
+    If no place shares a token, it is the one that has been free for longest.
+    """
+    step, prefixes = engine.info.prefix_grain, engine.prefixes
+    known = [shared_tokens(place.reusable, prompt, step) for place in free]
+    place = free[known.index(max(known))]
+    state = place.state
+    state.truncate(max(known))
+    if state.length % step:  # some states cannot be cut at every token
+        state.truncate(0)
+    try:
+        if prefixes is not None:
+            found = prefixes.find(prompt)
+            if found.tokens > state.length:
+                assert isinstance(state, KvCache)
+                prefixes.restore(state, found)
+    finally:  # also of a part that was restored
+        place.reusable = list(prompt[: state.length])
+    return place
 
 
 def direction(total: NDArray[np.float64]) -> NDArray[np.float32]:

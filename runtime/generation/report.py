@@ -27,6 +27,8 @@ def statistics(engine: Engine, generation: Generation) -> dict[str, Any]:
         "stall_share": round(store.decode_stall_seconds / seconds, 4)
         if steps and seconds
         else None,
+        "tokens_drafted": generation.drafts[0],
+        "tokens_accepted": generation.drafts[1],
         "peak_rss_bytes": peak_rss_bytes(),
         "experts_resident": engine.store.resident,
         "device": on_device(engine, store, steps),
@@ -123,6 +125,9 @@ def verbose_lines(
             ("hits by cause", _causes(store)),
             ("deciding", f"{1e6 * store.decode_policy_seconds / steps:.0f} us per token"),
         ]
+    drafted, accepted = g.drafts
+    if drafted:
+        lines.append(("drafted tokens", f"{drafted}, {accepted} accepted"))
     resident = engine.store.resident
     if engine.gpu is not None:
         lines += _device_lines(engine.gpu, engine.store.device_resident, store)

@@ -15,6 +15,8 @@ products of the other tags.)
 A grammar is compiled and matched in a process of its own. Nothing here waits for it longer than a
 moment. A request whose grammar is slow is passed over, and fails when its grammar takes too long.
 
+A request that is alone may decode several tokens in a pass (speculation.py), with the same result.
+
 A place keeps its KV cache when its request has ended. The next request reuses the beginning that
 its prompt shares with it, generated tokens included. A reproducible engine reuses only whole chunks
 of prefill: the request's own prefill would have written the same bytes.
@@ -44,11 +46,12 @@ from moeinf.runtime.generation.in_flight import (
     Prepared,
     Running,
     direction,
-    shared_tokens,
+    reusing,
     telling,
     token_info,
 )
 from moeinf.runtime.generation.prompts import check_length
+from moeinf.runtime.generation.speculation import Speculation
 from moeinf.runtime.sampling.sampler import Sampler
 from moeinf.runtime.text.panic import as_exception
 
@@ -77,6 +80,7 @@ class Scheduler:
         self._running: list[Running] = []
         self.closing: Exception | None = None  # the error for requests that were stopped, if set
         self.lost: Exception | None = None  # the error after which the engine's GPU is unusable
+        self._speculation = Speculation(engine)
         self.tokens = 0  # decoded
         self.prompt_tokens = self.reused_tokens = 0
 
@@ -130,7 +134,7 @@ class Scheduler:
                 self._prefill(one)
                 break
         deciding = [one for one in self._running if one.answer.tokens and one.logits is None]
-        if deciding:
+        if deciding and not (len(self._running) == 1 and self._checked(deciding[0])):
             self._decode(deciding)
         self._choose()
 
@@ -193,7 +197,8 @@ class Scheduler:
         if engine.prefixes is not None:
             engine.prefixes.begin()
         try:
-            place = self._reusing([] if request.embed or request.source else prompt)
+            known = [] if request.embed or request.source else prompt
+            place = reusing(engine, self._free, known)
             number = engine.begin_request(place.state)
         except BaseException:
             if engine.prefixes is not None:
@@ -207,28 +212,6 @@ class Scheduler:
         found = Running(request, place, answer, one.constraint, len(prompt), cached, number)
         found.prefill_seconds = time.perf_counter() - start
         return found
-
-    def _reusing(self, prompt: Sequence[int]) -> Place:
-        """Return a free place whose state holds as much of the prompt as is known.
-
-        If no place shares a token, it is the one that has been free for longest.
-        """
-        step, prefixes = self._engine.info.prefix_grain, self._engine.prefixes
-        known = [shared_tokens(place.reusable, prompt, step) for place in self._free]
-        place = self._free[known.index(max(known))]
-        state = place.state
-        state.truncate(max(known))
-        if state.length % step:  # some states cannot be cut at every token
-            state.truncate(0)
-        try:
-            if prefixes is not None:
-                found = prefixes.find(prompt)
-                if found.tokens > state.length:
-                    assert isinstance(state, KvCache)
-                    prefixes.restore(state, found)
-        finally:  # also of a part that was restored
-            place.reusable = list(prompt[: state.length])
-        return place
 
     def _keep(self, one: Running, ended: bool) -> None:
         """Keep the KV of a request that has left its place; not that of one that failed."""
@@ -296,7 +279,7 @@ class Scheduler:
         if len(group) > 1:
             stopped = lambda: all(one.request.stopped() for one in group)  # noqa: E731
         steps = [(one.place.state, one.answer.tokens[-1]) for one in group]
-        start = time.perf_counter()
+        waited, start = engine.store.stats.stall_seconds, time.perf_counter()
         try:
             with engine.stoppable(stopped):
                 logits = engine.step(steps)
@@ -314,9 +297,23 @@ class Scheduler:
                 self._fail(one, error)
             return
         spent = time.perf_counter() - start
+        if len(group) == 1:
+            self._speculation.gate.passed(spent, engine.store.stats.stall_seconds - waited)
         for number, one in enumerate(group):
             one.logits = logits[number]
             one.decode_seconds += spent
+
+    def _checked(self, one: Running) -> bool:
+        """Take the tokens of a pass that checks a draft; False: no draft was worth it."""
+        try:
+            if not self._speculation.step(one, self._take):
+                return False
+        except BaseException as error:
+            self._fail(one, _told(error))
+            return True
+        if one.answer.done:
+            self._end(one, one.answer.finish_reason)
+        return True
 
     def _choose(self) -> None:
         """Choose a token of every request that has logits, and emit the text."""

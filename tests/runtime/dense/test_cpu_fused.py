@@ -11,8 +11,14 @@ from torch import Tensor
 from moeinf.models.layers.attention import GqaCore, GqaShape
 from moeinf.models.layers.kv_cache import CacheLayout, KvCache, PassRows, Span
 from moeinf.models.layers.mla import MlaCore, MlaShape
+from moeinf.models.layers.moe import Router
 from moeinf.models.layers.norms import RmsNorm
-from moeinf.models.layers.routing import SoftmaxRouter
+from moeinf.models.layers.routing import (
+    SigmoidRouter,
+    SoftmaxRouter,
+    SparseMixer,
+    TopSoftmaxRouter,
+)
 from moeinf.native import compute_threads, set_compute_threads
 from moeinf.offload.store.compute import MOST_ROWS
 from moeinf.runtime.dense.cpu_fused import NativeGqa, NativeMla, NativeNorm, NativeRouter, tuned
@@ -178,6 +184,27 @@ def test_router(changes: dict[str, object]) -> None:
         assert torch.equal(alone[1][0], weights[row])
     many = torch.cat((x, x))
     assert all(torch.equal(a, b) for a, b in zip(native(many), plain(many), strict=True))
+
+
+@pytest.mark.parametrize(
+    "plain",
+    [
+        TopSoftmaxRouter(Draw(5)(64, 2048), Draw(6)(64), 4),
+        SigmoidRouter(Draw(5)(64, 2048) / 40, Draw(6)(64), 6, True, groups=(8, 4)),
+        SparseMixer(Draw(5)(64, 2048), 0.01),
+        SoftmaxRouter(Draw(5)(64, 2048).float(), 6, True),
+    ],
+    ids=lambda plain: type(plain).__name__,
+)
+def test_a_router_in_torch_takes_few_rows_one_by_one(plain: Router) -> None:
+    ours, x = tuned(plain), Draw(7)(MOST_ROWS, 2048)
+    ids, weights = ours(x)
+    for row in range(MOST_ROWS):
+        alone = plain(x[row : row + 1])
+        assert torch.equal(alone[0][0], ids[row])
+        assert torch.equal(alone[1][0], weights[row])
+    many = torch.cat((x, x))
+    assert all(torch.equal(a, b) for a, b in zip(ours(many), plain(many), strict=True))
 
 
 def test_a_router_among_equals_and_without_numbers() -> None:

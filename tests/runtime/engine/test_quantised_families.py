@@ -173,6 +173,25 @@ class Routed:
         self._experts.end_pass(accepted_rows)
 
 
+def drafts_like_tokens(engine: Engine, ids: list[int]) -> None:
+    """Compare tokens in one pass, of which the state keeps some, with the same ones alone."""
+    alone, state = engine.new_state(), engine.new_state()
+    for one in (alone, state):
+        engine.extend(one, ids[:PROMPT])
+    single = [engine.extend(alone, [token]).copy() for token in ids[PROMPT:]]
+    at = 0
+    for count, kept in ((2, 1), (5, 5), (8, 3), (12, 12)):
+
+        def accept(rows: Tensor, at: int = at, kept: int = kept) -> int:
+            for row, expected in zip(rows, single[at:], strict=False):
+                assert torch.equal(row, torch.from_numpy(expected))
+            return kept
+
+        engine.check(state, ids[PROMPT + at : PROMPT + at + count], accept)
+        at += kept
+        assert state.length == PROMPT + at
+
+
 def widened(tensor: SourceTensor, form: str) -> Tensor:
     """Return the tensor's value after it was stored as `form`."""
     as_torch = torch.float32 if form in ("Q4", "Q8", "MXFP4", "F32") else torch.bfloat16
@@ -249,6 +268,10 @@ def test_near_the_reference(name: str, tag: str, tmp_path: Path) -> None:
     ) as engine:
         forced = Routed(engine.store, widened_experts.routes)
         found = logits(engine.model, forced, ids, engine.new_state())
+        if not isinstance(engine.model, EncoderDecoder):
+            assert engine.info.drafts == (name != "qwen3.5")  # recurrent
+        if engine.info.drafts:
+            drafts_like_tokens(engine, ids)
     error = (found - wanted).norm(dim=-1) / wanted.norm(dim=-1)  # [tokens]
     typical = error.square().sort().values[: len(error) * 9 // 10].mean().sqrt()
     assert float(typical) < TOLERANCE

@@ -1,0 +1,144 @@
+"""Measure decoding with and without drafts on forced answers: code edits and plain text.
+
+    python -m scripts.bench_drafts --memory 35%
+
+The model has OLMoE's shape and random weights (benchmarks/models.py), so its answers are forced. An
+edit's prompt is a file of this repository before a commit, its answer the file after it. A text's
+prompt is the beginning of a document, its answer what follows. Both are cut into tokens by a
+vocabulary that is trained on the repository. Rounds alternate with and without drafts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+from benchmarks.models import RaceModel
+from benchmarks.shapes import SHAPES
+from moeinf.runtime.config import EngineConfig
+from moeinf.runtime.engine.engine import Engine
+from moeinf.runtime.generation.events import Request
+from moeinf.runtime.generation.generate import Generation
+from moeinf.runtime.generation.scheduler import Scheduler
+from moeinf.runtime.requests import Limits, SamplingOptions
+from moeinf.runtime.sampling.sampler import Sampler
+from moeinf.runtime.sizes import parse_memory
+
+_ROOT = Path(__file__).parents[1]
+_PROMPT = 950  # tokens at most
+_SOURCES = (".py", ".md", ".cpp", ".h")
+
+
+class Forced(Sampler):
+    """Chooses the tokens of a given answer; it replaces the choice of every sampler."""
+
+    prompt_tokens = 0
+    answer: Sequence[int] = ()
+
+    def choose(self, logits: NDArray[np.float32], history: Sequence[int]) -> int:
+        return Forced.answer[len(history) - Forced.prompt_tokens]
+
+
+def git(*words: str) -> str:
+    done = subprocess.run(["git", *words], cwd=_ROOT, capture_output=True, text=True, check=False)
+    return done.stdout
+
+
+def vocabulary() -> Tokenizer:
+    """Train 16,000 pieces on the files of the repository."""
+    found = Tokenizer(models.BPE())
+    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    files = [str(_ROOT / name) for name in git("ls-files").split() if name.endswith(_SOURCES)]
+    found.train(files, trainers.BpeTrainer(vocab_size=16_000, show_progress=False))
+    return found
+
+
+def edits() -> Iterator[tuple[str, str]]:
+    """Yield a Python file before and after a commit, the newest commits first."""
+    commit = ""
+    for line in git("log", "--name-status", "--diff-filter=M", "--format=@%H").splitlines():
+        if line.startswith("@"):
+            commit = line[1:]
+        elif line.endswith(".py"):
+            path = line.partition("\t")[2]
+            before, after = git("show", f"{commit}~:{path}"), git("show", f"{commit}:{path}")
+            if before and 1500 < len(after) < 5000 and abs(len(after) - len(before)) < 800:
+                yield before + "\n", after
+
+
+def texts() -> Iterator[tuple[str, str]]:
+    """Yield the first 600 characters of a document, and the rest."""
+    for path in sorted((_ROOT / "docs").rglob("*.md")):
+        text = path.read_text(encoding="utf-8")
+        if 2500 < len(text) < 6000:
+            yield text[:600] + "\n", text[600:]
+
+
+def timed(engine: Engine, scheduler: Scheduler, prompt: list[int], answer: list[int]) -> Generation:
+    """Answer with the forced tokens."""
+    Forced.prompt_tokens, Forced.answer = len(prompt), answer
+    request = Request(lambda _: prompt, SamplingOptions(temperature=0), Limits(len(answer)))
+    generation = Generation(engine, scheduler, request)
+    "".join(generation)
+    assert generation.tokens == answer
+    return generation
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--cache", type=Path, default=Path("bench-cache"))
+    parser.add_argument("--memory", default="100%")
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--texts", type=int, default=4, help="of each kind")
+    parser.add_argument("--tokens", type=int, default=200, help="of an answer, at most")
+    parser.add_argument("--rounds", type=int, default=3)
+    given = parser.parse_args()
+    name = f"olmoe-{given.layers}"
+    shape = {**SHAPES["olmoe"], "num_hidden_layers": given.layers}
+    race, pieces = RaceModel(given.cache.absolute(), name, shape), vocabulary()
+    manifest = race.ours("q4")
+    config = EngineConfig(memory=parse_memory(given.memory), context=1500, trace=False)
+    Sampler.choose = Forced.choose  # type: ignore[method-assign]
+    with Engine.open(manifest, race.folder("q4"), config, race.settings) as engine:
+        engine.info = replace(engine.info, ends=frozenset())
+        scheduler = Scheduler(engine)
+        for kind, cases in (("edit", edits()), ("text", texts())):
+            ratios, drafted, accepted = list[float](), 0, 0
+            for before, after in cases:
+                prompt, answer = pieces.encode(before).ids, pieces.encode(after).ids[: given.tokens]
+                if len(prompt) > _PROMPT:
+                    continue
+                timed(engine, scheduler, prompt, answer[:2])  # later answers reuse the prompt
+                seconds = [0.0, 0.0]
+                for number in range(given.rounds):
+                    for drafts in (number % 2 == 1, number % 2 == 0):
+                        engine.info = replace(engine.info, drafts=drafts)
+                        done = timed(engine, scheduler, prompt, answer)
+                        seconds[drafts] += done.decode_seconds / given.rounds / done.decode_steps
+                        drafted, accepted = drafted + done.drafts[0], accepted + done.drafts[1]
+                ratios.append(seconds[0] / seconds[1])
+                times = " -> ".join(f"{1e3 * value:.1f}" for value in seconds)
+                print(
+                    f"{kind}: {len(prompt)} + {len(answer)} tokens, {times} ms a token", flush=True
+                )
+                if len(ratios) == given.texts:
+                    break
+            each = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+            mean = statistics.geometric_mean(ratios)
+            print(f"{kind}: {each} times as fast, mean {mean:.3f}; {accepted} of {drafted} drafted")
+        store = engine.store.stats
+        waited = f"{store.decode_stall_seconds:.1f} s waited"
+        print(f"{given.memory}: hit rate {store.hit_rate:.3f}, {waited}")
+        scheduler.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,252 @@
+"""Answers with drafts are those without: any policy, memory and sampler, and wherever they end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moeinf.offload.policy import table
+from moeinf.offload.store.transfer import ExpertReadError
+from moeinf.runtime.config import EngineConfig, Settings
+from moeinf.runtime.engine.engine import Engine
+from moeinf.runtime.generation.draft_gate import DraftGate
+from moeinf.runtime.generation.events import Ended, Event, Failed, Piece, Request
+from moeinf.runtime.generation.scheduler import Scheduler
+from moeinf.runtime.library.library import Library
+from moeinf.runtime.requests import Limits, SamplingOptions
+from moeinf.runtime.sampling.grammar import json_of
+from moeinf.runtime.sizes import parse_memory
+from tests.conftest import Open, endless
+
+GREEDY = SamplingOptions(temperature=0)
+WARM = SamplingOptions(temperature=0.8, top_k=20, repeat_penalty=1.05, seed=5)
+PROMPT = [16 + (37 * place) % 200 for place in range(40)]
+ANSWER = 60
+
+
+@pytest.fixture(autouse=True)
+def drafts_of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check 5, 2 or 15 drafted tokens in turn, at any cost."""
+    lengths = [15, 2, 5]
+
+    def worth(_gate: DraftGate, _account: object, chances: list[float]) -> int:
+        lengths.insert(0, lengths.pop())
+        return min(lengths[0], len(chances))
+
+    monkeypatch.setattr(DraftGate, "worth", worth)
+
+
+@pytest.fixture(scope="module")
+def plain(demo_home: Path) -> Iterator[Engine]:
+    """Return an engine that decodes one token per pass."""
+    settings = Settings(demo_home)
+    manifest, folder = Library(settings).read("demo")
+    config = EngineConfig(memory=parse_memory("100%"), context=128, speculation=False)
+    with Engine.open(manifest, folder, config, settings) as engine:
+        endless(engine)
+        yield engine
+
+
+def run(scheduler: Scheduler, *requests: Request) -> None:
+    """Begin the requests and answer them together."""
+    for request in requests:
+        scheduler.begin(request)
+    while scheduler.requests:
+        scheduler.place()
+        scheduler.round()
+
+
+def answer(engine: Engine, options: SamplingOptions, limits: Limits, **about: Any) -> list[Event]:
+    """Return the events of an answer in a new KV cache."""
+    events: list[Event] = []
+    scheduler = Scheduler(engine)
+    run(scheduler, Request(lambda _: PROMPT, options, limits, events.append, **about))
+    assert engine.store.idle
+    return events
+
+
+def ended(events: list[Event]) -> Ended:
+    assert isinstance(events[-1], Ended), events[-1]
+    return events[-1]
+
+
+def same(found: list[Event], expected: list[Event]) -> bool:
+    """Compare pieces, tokens and reasons."""
+    one, other = ended(found), ended(expected)
+    return found[:-1] == expected[:-1] and (one.token_ids, one.reason) == (
+        other.token_ids,
+        other.reason,
+    )
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("memory", ["100%", "35%", "least"])
+@pytest.mark.parametrize("policy", list(table.POLICIES))
+def test_policies_and_memory(policy: str, memory: str, plain: Engine, open_engine: Open) -> None:
+    if memory == "least":
+        memory = str(plain.info.manifest.slots.min_bytes)
+    engine = open_engine(memory=memory, context=128, policy=policy)
+    endless(engine)
+    drafted = accepted = 0
+    for options in (GREEDY, WARM):
+        found = answer(engine, options, Limits(ANSWER))
+        assert same(found, answer(plain, options, Limits(ANSWER)))
+        drafted, accepted = drafted + ended(found).drafted, accepted + ended(found).accepted
+    assert 0 < accepted < drafted
+
+
+@pytest.fixture
+def engine(open_engine: Open) -> Engine:
+    found = open_engine(context=128)
+    endless(found)
+    return found
+
+
+def test_every_length_and_what_the_state_keeps(plain: Engine, engine: Engine) -> None:
+    whole = ended(answer(plain, GREEDY, Limits(ANSWER))).token_ids
+    for most in (1, 2, 3, 5, 10, 17, 26, 38):
+        events: list[Event] = []
+        scheduler = Scheduler(engine)
+        run(scheduler, Request(lambda _: PROMPT, GREEDY, Limits(most), events.append))
+        assert ended(events).token_ids == whole[:most]
+        assert ended(events).reason == "length"
+        assert scheduler.cached_tokens == len(PROMPT) + most - 1
+        assert scheduler.tokens == most
+
+
+def test_stop_texts(plain: Engine, engine: Engine) -> None:
+    whole = "".join(e.text for e in answer(plain, GREEDY, Limits(ANSWER)) if isinstance(e, Piece))
+    stops = {whole[start : start + 4] for start in range(0, len(whole) - 4, 9)}
+    for stop in stops:
+        limits = Limits(ANSWER, (stop,))
+        found = answer(engine, GREEDY, limits)
+        assert same(found, answer(plain, GREEDY, limits))
+        assert ended(found).reason == "stop"
+
+
+def test_end_tokens(plain: Engine, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = ended(answer(plain, GREEDY, Limits(ANSWER))).token_ids
+    for token in dict.fromkeys(tokens[10:20]):
+        with monkeypatch.context() as patch:
+            for one in (plain, engine):
+                patch.setattr(one, "info", _ending(one, token))
+            found = answer(engine, GREEDY, Limits(ANSWER))
+            assert same(found, answer(plain, GREEDY, Limits(ANSWER)))
+
+
+def _ending(engine: Engine, token: int) -> Any:
+    return replace(engine.info, ends=frozenset({token}))
+
+
+def test_the_end_of_the_context(plain: Engine, engine: Engine) -> None:
+    found = answer(engine, GREEDY, Limits())
+    assert same(found, answer(plain, GREEDY, Limits()))
+    assert ended(found).tokens == 128 - len(PROMPT)
+
+
+def test_log_probabilities(plain: Engine, engine: Engine) -> None:
+    found = answer(engine, WARM, Limits(ANSWER), logprobs=3)
+    assert same(found, answer(plain, WARM, Limits(ANSWER), logprobs=3))
+    assert all(isinstance(e, Piece) and e.info is not None for e in found[:-1])
+
+
+@pytest.mark.parametrize("after", [3, 8, 20])
+def test_cancelled_between_two_tokens(after: int, plain: Engine, engine: Engine) -> None:
+    """No token follows the one at which the client has left."""
+    found = []
+    for one in (engine, plain):
+        request = Request(lambda _: PROMPT, GREEDY, Limits(ANSWER))
+        request.stopped = lambda request=request: request.times.tokens >= after
+        events: list[Event] = []
+        request.emit = events.append
+        run(Scheduler(one), request)
+        found.append(events)
+    assert same(*found)
+    assert (ended(found[0]).reason, ended(found[0]).tokens) == ("cancelled", after)
+
+
+def test_an_expert_that_cannot_be_read(
+    plain: Engine, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be that of a wrong draft: the pass is repeated with one token."""
+    check, checks = engine.check, 0
+
+    def failing(*given: Any) -> None:
+        nonlocal checks
+        checks += 1
+        if checks % 2:
+            raise ExpertReadError("layer-1.bin", "the disk does not answer")
+        check(*given)
+
+    monkeypatch.setattr(engine, "check", failing)
+    found = answer(engine, GREEDY, Limits(ANSWER))
+    assert same(found, answer(plain, GREEDY, Limits(ANSWER)))
+    assert checks > 4
+
+
+def test_an_error_while_tokens_are_taken(engine: Engine) -> None:
+    """Logits that are no numbers end the answer; the state and the store are as before the pass."""
+    events: list[Event] = []
+    scheduler = Scheduler(engine)
+    request = Request(lambda _: PROMPT, GREEDY, Limits(ANSWER), events.append)
+    head, rows = engine.model._body.head, 0  # type: ignore[attr-defined]
+
+    def broken(x: Any) -> Any:
+        nonlocal rows
+        rows = max(rows, len(x))
+        out = head(x)
+        if len(x) > 1:
+            out[1] = np.nan
+        return out
+
+    object.__setattr__(engine.model._body, "head", broken)  # type: ignore[attr-defined]
+    run(scheduler, request)
+    assert rows > 1
+    assert isinstance(events[-1], Failed)
+    assert engine.store.idle
+    assert scheduler.cached_tokens < len(PROMPT) + len(events)
+
+
+def test_rejected_rows_are_not_routing(open_engine: Open) -> None:
+    """The EAMs of an answer do not depend on drafts."""
+    found = []
+    for speculation in (True, False):
+        engine = open_engine(context=128, speculation=speculation)
+        endless(engine)
+        recording = engine.record("answers")
+        end = ended(answer(engine, WARM, Limits(ANSWER)))
+        assert (end.drafted > end.accepted) == speculation
+        found.append((recording, list(recording.request_eams().values())))
+    (drafted, ours), (_, theirs) = found
+    assert any(not done.accepted.all() for done in drafted.passes)
+    (one,), (other,) = ours, theirs
+    assert (one.prefill == other.prefill).all()
+    assert (one.decode == other.decode).all()
+
+
+def test_grammars_and_company_decode_without_drafts(plain: Engine, engine: Engine) -> None:
+    found = answer(engine, GREEDY, Limits(20), constrain=json_of("json"))
+    assert same(found, answer(plain, GREEDY, Limits(20), constrain=json_of("json")))
+    assert ended(found).drafted == 0
+    events: tuple[list[Event], list[Event]] = ([], [])
+    requests = [Request(lambda _: PROMPT, GREEDY, Limits(30), each.append) for each in events]
+    run(Scheduler(engine, 2), *requests)
+    expected = answer(plain, GREEDY, Limits(30))
+    assert all(same(each, expected) for each in events)
+    assert [ended(each).drafted for each in events] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("model", "about"),
+    [("demo:f32", {}), ("demo", {"speculation": False}), ("demo", {"skip_below": 0.05})],
+)
+def test_engines_that_do_not_draft(model: str, about: dict[str, Any], open_engine: Open) -> None:
+    engine = open_engine(model, context=128, **about)
+    endless(engine)
+    assert not engine.info.drafts
+    assert ended(answer(engine, GREEDY, Limits(30))).drafted == 0
