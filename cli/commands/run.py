@@ -26,6 +26,7 @@ from moeinf.cli.options import (
     Experts,
     Json,
     KeepAlive,
+    KvForm,
     Memory,
     Model,
     NoPrefixCache,
@@ -68,6 +69,7 @@ def run(
     skip_below: SkipBelow = 0.0,
     route: Route = None,
     experts: Experts = None,
+    kv: KvForm = None,
     ctx: Context = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Keep the k best tokens; 0: all.")] = None,
@@ -151,6 +153,7 @@ def run(
         skip_below=skip_below,
         cache_aware=route or 0.0,
         experts=experts,
+        kv=kv,
     )
     if dry_run:
         print_plan(model, config, settings, out)
@@ -181,7 +184,7 @@ def run(
         "--no-trace": no_trace or None, "--reproducible": reproducible or None,
         "--no-prefix-cache": no_prefix_cache or None,
         "--skip-below": skip_below or None, "--route": route or None,
-        "--experts": experts,
+        "--experts": experts, "--kv": kv,
         "--no-server": True if server is False else None,
     }  # fmt: skip
     asked = [name for name, value in own.items() if value is not None]

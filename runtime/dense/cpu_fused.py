@@ -18,7 +18,7 @@ from moeinf.models.layers.kv_cache import PassRows, Span
 from moeinf.models.layers.mla import MlaCore
 from moeinf.models.layers.norms import RmsNorm
 from moeinf.models.layers.routing import SoftmaxRouter
-from moeinf.native import GqaStep, MlaStep, RouterKernel, rms_norm
+from moeinf.native import DecodeAttention, GqaStep, MlaStep, RouterKernel, rms_norm
 from moeinf.offload.store.compute import MOST_ROWS
 
 _Request = tuple[int, int, int, int, int, int, int]
@@ -88,13 +88,29 @@ class NativeGqa:
             shape.clip or 0.0,
             0 if self._sinks is None else self._sinks.data_ptr(),
         )
+        self._attention = DecodeAttention(
+            shape.heads,
+            shape.kv_heads,
+            shape.head_dim,
+            shape.head_dim,
+            shape.softmax_scale,
+            bf16=True,
+            window=shape.window or 0,
+            sinks=0 if self._sinks is None else self._sinks.data_ptr(),
+            q8=True,
+        )
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, rows: PassRows) -> Tensor:
+        in_q8 = _in_q8(rows)
         # The step rotates whole heads; partial rotary has fewer angles.
-        if q.dtype != torch.bfloat16 or 2 * rows.cos.shape[-1] != self._torch.shape.head_dim:
+        partial = 2 * rows.cos.shape[-1] != self._torch.shape.head_dim
+        if q.dtype != torch.bfloat16 or (partial and not in_q8):
             return self._torch(q, k, v, rows)
 
         def step(rows: PassRows, out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
+            if partial:
+                self._rotated_in_torch(rows, out, q, k, v)
+                return
             self._step(
                 q.data_ptr(),
                 k.data_ptr(),
@@ -103,6 +119,7 @@ class NativeGqa:
                 rows.sin.data_ptr(),
                 out.data_ptr(),
                 _requests(rows.spans, self._layer),
+                in_q8,
             )
 
         if all(span.count == 1 for span in rows.spans):
@@ -110,6 +127,16 @@ class NativeGqa:
             step(rows, out, q.contiguous(), k.contiguous(), v.contiguous())
             return out
         return _mixed(step, self._torch, rows, q, k, v)
+
+    def _rotated_in_torch(
+        self, rows: PassRows, out: Tensor, q: Tensor, k: Tensor, v: Tensor
+    ) -> None:
+        """Run the steps before attention in torch; attend to a cache in q8 natively."""
+        q, k, v = self._torch.heads(q, k, v, rows)
+        for row, span in enumerate(rows.spans):
+            span.cache.write(self._layer, span.past, k[row : row + 1], v[row : row + 1])
+        requests = _requests(rows.spans, self._layer)
+        self._attention(q.contiguous().data_ptr(), out.data_ptr(), requests)
 
 
 class NativeMla:
@@ -135,6 +162,7 @@ class NativeMla:
     def __call__(self, q: Tensor, latent: Tensor, rows: PassRows) -> Tensor:
         if q.dtype != torch.bfloat16:
             return self._torch(q, latent, rows)
+        in_q8 = _in_q8(rows)
 
         def step(rows: PassRows, out: Tensor, q: Tensor, latent: Tensor) -> None:
             self._step(
@@ -144,6 +172,7 @@ class NativeMla:
                 rows.sin.data_ptr(),
                 out.data_ptr(),
                 _requests(rows.spans, self._layer),
+                in_q8,
             )
 
         if all(span.count == 1 for span in rows.spans):
@@ -167,6 +196,10 @@ def _mixed(
         step(some, done, *(x[at] for x in inputs))
         out[at] = done
     return out
+
+
+def _in_q8(rows: PassRows) -> bool:
+    return rows.spans[0].cache.layout.form == "q8"  # all have one layout
 
 
 def _norm(norm: Callable[[Tensor], Tensor] | None) -> tuple[int, int, float] | None:
