@@ -13,12 +13,15 @@ from moeinf.native import MAX_COMPUTE_THREADS
 from moeinf.offload.gpu_tier.miss_split import MISSES, Miss
 from moeinf.offload.policy.names import POLICY_NAMES
 from moeinf.runtime.config import (
+    KV,
     Q2_ON_MISS,
     WANTED,
     EngineConfig,
+    Kv,
     Settings,
     Wanted,
     parse_duration,
+    parse_kv,
     read_environment,
 )
 from moeinf.runtime.invalid import InvalidValue
@@ -62,6 +65,13 @@ def _miss(text: str) -> Miss:
         if text == name:
             return name
     raise typer.BadParameter(f"{text!r} is not one of {', '.join(MISSES)}")
+
+
+def _kv(text: str) -> Kv:
+    try:
+        return parse_kv(text)
+    except InvalidValue as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def _cache_aware(text: str) -> float:
@@ -221,6 +231,17 @@ Experts = Annotated[
         show_default=False,
     ),
 ]
+KvForm = Annotated[
+    Kv | None,
+    typer.Option(
+        "--kv",
+        parser=_kv,
+        metavar="|".join(KV),
+        help="KV cache: full, in the model's bf16 or f32, or q8, in about half the bytes of bf16. "
+        "Default: MOEINF_KV, else full.",
+        show_default=False,
+    ),
+]
 KeepAlive = Annotated[
     float | None,
     typer.Option(
@@ -281,6 +302,7 @@ def engine_config(
     cache_aware: float = 0.0,
     experts: float | None = None,
     speculation: bool = True,
+    kv: Kv | None = None,
 ) -> EngineConfig:
     """Return the configuration: options override the environment, which overrides defaults."""
     return EngineConfig(
@@ -295,6 +317,7 @@ def engine_config(
         skip_below=skip_below,
         cache_aware=cache_aware,
         q2_on_miss=experts,
+        kv=kv or settings.kv,
         libcuda=settings.libcuda,
         reproducible=reproducible,
         prefix=settings.prefix if prefix_cache else None,

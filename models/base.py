@@ -22,6 +22,7 @@ from moeinf.errors import ContextExceeded, UnusableInput
 
 Phase = Literal["encode", "prefill", "decode"]
 Role = Literal["gate", "up", "down", "gate_bias", "up_bias", "down_bias"]
+KvForm = Literal["full", "q8"]  # of the KV cache: the model's dtype, or rows of layers/kv_q8.py
 Activation = Literal["swiglu", "clamped_swiglu", "relu"]  # see ffn.py
 Linear = Callable[[Tensor], Tensor]  # [T, in] -> [T, out]
 Piece = TypeVar("Piece", bound=Callable[..., Any])
@@ -96,6 +97,11 @@ class Embedding:
 
 class Parts(Protocol):
     """The dense weights of a model, by checkpoint name. The loader decides their form."""
+
+    @property
+    def kv(self) -> KvForm:
+        """The form of the KV cache that the model is to have."""
+        ...
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         """Return the tensor `name`.

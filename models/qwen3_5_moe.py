@@ -186,6 +186,7 @@ class _InnerParts:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self.tuned: Callable[[Piece], Piece] = parts.tuned
+        self.kv = parts.kv
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         return self._parts.tensor(_stored(name), *shape)

@@ -572,6 +572,11 @@ def attention_path() -> str:
 def attention_block_keys(seen: int) -> int:
     """Return how many of `seen` keys form one task; see decode_attention.h."""
 
+KV_Q8_VALUES: int  # of a block of a row of the KV cache in q8
+
+def kv_q8_row_bytes(width: int) -> int:
+    """Return the bytes of a row of `width` values; see kv_q8.h."""
+
 @final
 class DecodeAttention:
     """One query row per request over its cache. All addresses are of contiguous host memory."""
@@ -587,8 +592,11 @@ class DecodeAttention:
         bf16: bool,
         window: int = 0,
         sinks: int = 0,
+        q8: bool = False,
     ) -> None:
         """Set up for queries, outputs and caches in bfloat16 or float32.
+
+        q8: caches in q8, with queries and outputs in bfloat16.
 
         A window of 0 includes all tokens. sinks is the address of [heads] float32, or 0: a logit
         per head that takes its share of the softmax and has no value. Its address must not change.
@@ -606,7 +614,8 @@ class DecodeAttention:
         """Attend: q [requests, heads, key_width] -> out [requests, heads, value_width], by address.
 
         A request is (keys, values, key head stride, key row stride, value head stride, value row
-        stride, tokens): two addresses, four strides in items, and at least one token. `path` names
+        stride, tokens): two addresses, four strides in items, and at least one token. An item of a
+        cache in q8 is a byte. `path` names
         a slower path than attention_path(). Works without the GIL. Raises ValueError, MemoryError.
         """
 
@@ -641,11 +650,13 @@ class GqaStep:
         sin: int,
         out: int,
         requests: Sequence[tuple[int, int, int, int, int, int, int]],
+        q8: bool = False,
     ) -> None:
         """Run: q, out [R, heads · width], k, v [R, kv_heads · width], cos, sin [R, width / 2] f32.
 
         Writes the newest row of each cache; see DecodeAttention for requests, whose tokens include
-        the new one. Works without the GIL. Raises ValueError, MemoryError.
+        the new one. q8: the caches are in q8. Works without the GIL. Raises ValueError,
+        MemoryError.
         """
 
 @final
@@ -676,6 +687,7 @@ class MlaStep:
         sin: int,
         out: int,
         requests: Sequence[tuple[int, int, int, int, int, int, int]],
+        q8: bool = False,
     ) -> None:
         """Run: q [R, heads · (nope + rope)], latent [R, kv_lora + rope] -> out [R, heads · value].
 

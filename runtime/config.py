@@ -22,6 +22,8 @@ from moeinf.runtime.sizes import MemorySize, parse_memory, parse_size
 Size = TypeVar("Size", int, None)
 Wanted = Literal["auto", "cpu", "cuda"]  # the values of --device
 WANTED: tuple[Wanted, ...] = get_args(Wanted)
+Kv = Literal["full", "q8"]  # the values of --kv; models.base.KvForm, without torch
+KV: tuple[Kv, ...] = get_args(Kv)
 MOST_PARALLEL = 16  # rows of a pass whose results do not depend on each other
 _MOST_DURATION = 64  # characters
 _PIECE = re.compile(r"(\d+(?:\.\d+)?)(ms|h|m|s)")
@@ -45,6 +47,7 @@ class Settings:
 
     home: Path
     memory: MemorySize | None = None
+    kv: Kv = "full"
     debug: bool = False
     libcuda: str | None = None  # its path, if the system does not find it
     prefix: PrefixBudget = PrefixBudget()
@@ -79,13 +82,14 @@ class Settings:
 
 
 def read_environment(environment: Mapping[str, str] | None = None) -> Settings:
-    """Read MOEINF_HOME, _MEMORY, _DEBUG, _LIBCUDA and _PREFIX_*. Raises InvalidValue."""
+    """Read MOEINF_HOME, _MEMORY, _KV, _DEBUG, _LIBCUDA and _PREFIX_*. Raises InvalidValue."""
     env = os.environ if environment is None else environment
     home = Path(env.get("MOEINF_HOME") or "~/.moeinf").expanduser().absolute()
     memory = env.get("MOEINF_MEMORY")
     return Settings(
         home=home,
         memory=_memory(memory) if memory else None,
+        kv=_kv(env.get("MOEINF_KV") or "full"),
         debug=env.get("MOEINF_DEBUG", "") not in ("", "0"),
         libcuda=env.get("MOEINF_LIBCUDA") or None,
         prefix=PrefixBudget(
@@ -220,6 +224,21 @@ def _size(env: Mapping[str, str], name: str, default: Size) -> int | Size:
         raise InvalidValue(f"{name}: {error}") from error
 
 
+def parse_kv(text: str) -> Kv:
+    """Return the form of the KV cache that a text names. Raises InvalidValue."""
+    for form in KV:
+        if text == form:
+            return form
+    raise InvalidValue(f"{text[:80]!r} is invalid (expected {' or '.join(KV)})")
+
+
+def _kv(text: str) -> Kv:
+    try:
+        return parse_kv(text)
+    except InvalidValue as error:
+        raise InvalidValue(f"MOEINF_KV: {error}") from error
+
+
 def _memory(text: str) -> MemorySize:
     try:
         return parse_memory(text)
@@ -249,6 +268,8 @@ class EngineConfig:
                logits (models/layers/cache_aware.py); 0: never
     q2_on_miss lossy: a decoded token computes an absent expert with a copy in q2 if the experts of
                larger weight have more than this share (offload/store/low_copies.py); None: never
+    kv         form of the KV cache: full, in the model's bf16 or f32, or q8
+               (models/layers/kv_q8.py)
     libcuda    the driver's library, if the system does not find it
     window     tokens of a prompt that go through a layer before the next layer, rounded down to
                chunks of PREFILL_CHUNK; None: what a share of the memory holds (placement/plan.py)
@@ -272,6 +293,7 @@ class EngineConfig:
     skip_below: float = 0.0
     cache_aware: float = 0.0
     q2_on_miss: float | None = None
+    kv: Kv = "full"
     libcuda: str | None = None
     window: int | None = None
     reproducible: bool = False
@@ -298,6 +320,8 @@ class EngineConfig:
                 f"--experts: q2-on-miss={self.q2_on_miss} is invalid (expected at least 0, less "
                 "than 1)"
             )
+        if self.kv == "q8" and self.device == "cuda":
+            raise InvalidValue("--kv q8 cannot be combined with --device cuda")
         for option in lossy_options(self.lossy):
             if self.device == "cuda":
                 raise InvalidValue(f"{option} cannot be combined with --device cuda")

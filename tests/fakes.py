@@ -18,6 +18,7 @@ from moeinf.models.base import (
     Embedding,
     Experts,
     Family,
+    KvForm,
     Linear,
     Model,
     ModelDataError,
@@ -33,9 +34,10 @@ from moeinf.offload.store.prefetch_gate import Calls
 class DictParts:
     """`Parts` from tensors in memory; records which tensors were requested."""
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], kv: KvForm = "full") -> None:
         self._tensors = tensors
         self.used: set[str] = set()
+        self.kv: KvForm = kv
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         self.used.add(name)
@@ -71,16 +73,19 @@ class Loaded:
     unused: set[str]  # tensors that are neither used nor deliberately ignored
 
 
-def load_resident(folder: Path, dtype: torch.dtype | None = None) -> Loaded:
+def load_resident(folder: Path, dtype: torch.dtype | None = None, kv: KvForm = "full") -> Loaded:
     """Read a checkpoint with per-expert names through its family."""
     values = json.loads((folder / "config.json").read_text())
     tensors: dict[str, Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         tensors |= load_file(path)
-    return from_tensors(values, {name: t.to(dtype or t.dtype) for name, t in tensors.items()})
+    tensors = {name: t.to(dtype or t.dtype) for name, t in tensors.items()}
+    return from_tensors(values, tensors, kv)
 
 
-def from_tensors(values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Loaded:
+def from_tensors(
+    values: Mapping[str, Any], tensors: Mapping[str, Tensor], kv: KvForm = "full"
+) -> Loaded:
     """Return the same from a config and tensors in memory."""
     family = family_of(values)
     config = family.parse(values)
@@ -104,7 +109,7 @@ def from_tensors(values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Lo
             matrices.setdefault((part.layer, part.expert), {})[part.role] = tensor
         elif not family.ignores(name, config):
             dense[family.rename(name)] = tensor
-    parts = DictParts(dense)
+    parts = DictParts(dense, kv)
     model = family.build(config, parts)
     experts = ResidentExperts(
         {key: _joined(roles) for key, roles in matrices.items()}, model.moe.activation

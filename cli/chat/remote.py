@@ -25,7 +25,7 @@ from moeinf.runtime.text.reasoning import thinks
 _NS = 1e9
 _OF_AN_ENGINE = (
     "hit_rate bytes_read_per_token stall_share tokens_drafted tokens_accepted peak_rss_bytes "
-    "experts_resident device lossy hits "
+    "experts_resident device kv lossy hits "
     "ahead_bytes prefetch_accuracy policy_us_per_token"
 ).split()
 

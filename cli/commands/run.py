@@ -26,6 +26,7 @@ from moeinf.cli.options import (
     Experts,
     Json,
     KeepAlive,
+    KvForm,
     Memory,
     Model,
     NoPrefixCache,
@@ -69,6 +70,7 @@ def run(
     skip_below: SkipBelow = 0.0,
     route: Route = None,
     experts: Experts = None,
+    kv: KvForm = None,
     ctx: Context = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Keep the k best tokens; 0: all.")] = None,
@@ -154,6 +156,7 @@ def run(
         cache_aware=route or 0.0,
         experts=experts,
         speculation=not no_speculation,
+        kv=kv,
     )
     if dry_run:
         print_plan(model, config, settings, out)
@@ -185,7 +188,7 @@ def run(
         "--no-prefix-cache": no_prefix_cache or None,
         "--no-speculation": no_speculation or None,
         "--skip-below": skip_below or None, "--route": route or None,
-        "--experts": experts,
+        "--experts": experts, "--kv": kv,
         "--no-server": True if server is False else None,
     }  # fmt: skip
     asked = [name for name, value in own.items() if value is not None]

@@ -14,6 +14,7 @@ from moeinf.cli.options import (
     Device,
     DeviceMemory,
     Experts,
+    KvForm,
     Memory,
     NoPrefixCache,
     NoSpeculation,
@@ -46,6 +47,7 @@ Environment:
   MOEINF_MAX_QUEUE      requests that may wait for a model (512)
   MOEINF_CONTEXT_SHIFT  1: drop the oldest turns of a chat that does not fit
   MOEINF_MEMORY         the default of --memory
+  MOEINF_KV             the default of --kv
   MOEINF_PREFIX_MEMORY  RAM for the KV of ended requests (what is free); 0: none
   MOEINF_PREFIX_DISK    the same on disk, for each model (4GiB); 0: none
   MOEINF_HOME           the folder of models and logs (~/.moeinf)
@@ -66,6 +68,7 @@ def serve(
     skip_below: SkipBelow = 0.0,
     route: Route = None,
     experts: Experts = None,
+    kv: KvForm = None,
     threads: Threads = None,
     reproducible: Reproducible = False,
     no_prefix_cache: NoPrefixCache = False,
@@ -117,6 +120,7 @@ def serve(
         cache_aware=route or 0.0,
         experts=experts,
         speculation=not no_speculation,
+        kv=kv,
     )
 
     from moeinf.server.serve import run_server  # imports FastAPI and uvicorn

@@ -34,6 +34,7 @@ def plan_document(
         "context": placement.context,
         "threads": placement.threads,
         "dense_bytes": placement.dense_bytes,
+        "kv": placement.kv,
         "kv_bytes": placement.kv_bytes,
         "scratch_bytes": placement.scratch_bytes,
         "prefix_bytes": placement.prefix_bytes,

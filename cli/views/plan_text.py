@@ -96,6 +96,7 @@ def _memory(found: Outlook, sizes: str) -> list[tuple[str, str]]:
     free = size(max(0, machine.free_ram_bytes))
     needed = f"{size(placement.peak_bytes)} needed, {free} free of {size(machine.ram_bytes)}"
     disk = f"{size(machine.free_disk_bytes)} free of {size(machine.disk_bytes)}"
+    form = "" if placement.kv == "full" else f" in {placement.kv}"
     return [
         ("sizes", sizes),
         ("RAM", needed),
@@ -108,7 +109,7 @@ def _memory(found: Outlook, sizes: str) -> list[tuple[str, str]]:
         ("least --memory", format_bytes_up(placement.min_memory_bytes)),
         *([] if gpu is None else device_fields(gpu, found.miss, found.bus)),
         ("dense weights", size(placement.dense_bytes)),
-        ("KV cache", f"{size(placement.kv_bytes)} for {placement.context} tokens"),
+        ("KV cache", f"{size(placement.kv_bytes)} for {placement.context} tokens{form}"),
         ("prefix cache", f"at most {size(placement.prefix_bytes)}"),
         ("scratch", f"at most {size(placement.scratch_bytes)}"),
         ("threads", str(placement.threads)),

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from moeinf.models.base import Linear, Parts
 from moeinf.models.config import MAX_HEADS, MAX_WIDTH, Fields, require
-from moeinf.models.layers.kv_cache import PassRows
+from moeinf.models.layers.kv_cache import KvCache, PassRows
 from moeinf.models.layers.rope import rotate_half, rotate_pairs
 
 SCRATCH_BYTES = 8 << 20  # limit for one step over a block of heads, if one head fits
@@ -193,10 +193,30 @@ class GqaCore:
         out = q.new_empty(len(q), shape.heads * shape.head_dim)
         for span in rows.spans:
             r = span.rows
-            keys, values = span.cache.write(self.layer, span.past, k[r], v[r])
-            given = q[r], keys, values, shape.softmax_scale, shape.window, self.sinks
-            out[r] = self.attend(*given)
+            stored = span.cache.write(self.layer, span.past, k[r], v[r])
+            if span.cache.layout.form == "full":
+                given = q[r], *stored, shape.softmax_scale, shape.window, self.sinks
+                out[r] = self.attend(*given)
+            else:
+                self._widened(q[r], stored, span.cache, out[r])
         return out
+
+    def _widened(self, q: Tensor, stored: tuple[Tensor, ...], cache: KvCache, out: Tensor) -> None:
+        """Attend over stored rows, some key heads at a time; write into out [T, H·W].
+
+        Scratch is at most SCRATCH_BYTES for their values, or one head's if that needs more.
+        """
+        shape, share = self.shape, self.shape.heads // self.shape.kv_heads
+        seen = stored[0].shape[1]
+        if shape.window is not None:
+            seen = min(seen, len(q) + shape.window - 1)
+        for block in head_blocks(shape.kv_heads, 2 * seen * shape.head_dim * q.itemsize):
+            keys, values = (cache.values(x[block, -seen:], shape.head_dim) for x in stored)
+            heads = slice(block.start * share, block.stop * share)
+            sinks = None if self.sinks is None else self.sinks[heads]
+            given = q[:, heads], keys, values, shape.softmax_scale, shape.window, sinks
+            columns = slice(heads.start * shape.head_dim, heads.stop * shape.head_dim)
+            out[:, columns] = self.attend(*given)
 
     def heads(
         self, q: Tensor, k: Tensor, v: Tensor, rows: PassRows

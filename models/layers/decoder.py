@@ -246,7 +246,9 @@ class Decoder:
         self.max_context, self.usual_context = config.max_context, config.usual_context
         embedding = parts.embedding("model.embed_tokens", config.vocab, config.hidden)
         attending = config.layers - (0 if recurrent is None else recurrent.layers)
-        self._cache = CacheLayout(attending, planes, embedding.dtype, embedding.device, recurrent)
+        self._cache = CacheLayout(
+            attending, planes, embedding.dtype, embedding.device, recurrent, parts.kv
+        )
         head = "model.embed_tokens" if config.tied_embeddings else "lm_head"
         self._logits_scale = config.logits_scale
         self._body = DecodeStep(

@@ -9,6 +9,7 @@ One layer of a cache, with `capacity` columns of which the first `length` hold t
     latent attention (MLA)    latent [1, capacity, kv_lora_rank + rope_dim]: compressed key-value,
                               then the rotated key that all heads share
 
+A cache in q8 holds rows of kv_q8.py, as bytes, in place of [head_dim] values and so on.
 The memory of recurrent layers does not grow with the text: see recurrent.py.
 """
 
@@ -21,24 +22,42 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moeinf.models.base import KvForm
+from moeinf.models.layers.kv_q8 import quantised, row_bytes, widened
 from moeinf.models.layers.recurrent import RecurrentLayout, RecurrentMemory, tensors_of_layers
 
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """The planes of every layer with attention, as (heads, width) each."""
+    """The planes of every layer with attention, as (heads, width) each.
+
+    dtype: of the values that attention gets, whatever the form in which they are stored.
+    """
 
     layers: int
     planes: tuple[tuple[int, int], ...]
     dtype: torch.dtype
     device: torch.device
     recurrent: RecurrentLayout | None = None  # of the other layers
+    form: KvForm = "full"
+
+    @property
+    def stored(self) -> tuple[tuple[int, int], ...]:
+        """The planes as they are stored: (heads, items of a row)."""
+        if self.form == "full":
+            return self.planes
+        return tuple((heads, row_bytes(width)) for heads, width in self.planes)
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """The type of the stored items."""
+        return self.dtype if self.form == "full" else torch.uint8
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes per token of all layers together."""
-        items = sum(heads * width for heads, width in self.planes)
-        return self.layers * items * self.dtype.itemsize
+        items = sum(heads * width for heads, width in self.stored)
+        return self.layers * items * self.stored_dtype.itemsize
 
     @property
     def fixed_bytes(self) -> int:
@@ -60,8 +79,8 @@ class KvCache:
         self.recurrent: RecurrentMemory | None = None
         if layout.recurrent is not None:
             self.recurrent = RecurrentMemory(layout.recurrent, layout.device)
-        shapes = [(heads, capacity, width) for heads, width in layout.planes]
-        self._layers = tensors_of_layers(layout.layers, shapes, layout.dtype, layout.device)
+        shapes = [(heads, capacity, width) for heads, width in layout.stored]
+        self._layers = tensors_of_layers(layout.layers, shapes, layout.stored_dtype, layout.device)
 
     @property
     def length(self) -> int:
@@ -95,24 +114,30 @@ class KvCache:
     def write(self, layer: int, start: int, *rows: Tensor) -> tuple[Tensor, ...]:
         """Store rows [T, heads, width], one tensor per plane, as the tokens from `start` on.
 
-        Returns views [heads, start + T, width] of each plane. The length does not change, so a
-        failed pass leaves the state unchanged. A pass may write its tokens in several pieces.
+        Returns views [heads, start + T, stored width] of each plane, which `values` reads. The
+        length does not change, so a failed pass leaves the state unchanged. A pass may write its
+        tokens in several pieces.
         """
         stop = start + len(rows[0])
         assert self._length <= stop <= self._capacity, (start, stop)
         for plane, new in zip(self._layers[layer], rows, strict=True):
-            plane[:, start:stop] = new.transpose(0, 1)
+            stored = new if self.layout.form == "full" else quantised(new)
+            plane[:, start:stop] = stored.transpose(0, 1)
         return tuple(plane[:, :stop] for plane in self._layers[layer])
 
-    def planes(self, layer: int) -> tuple[Tensor, ...]:
-        """Return the layer's planes [heads, capacity, width], for code that accesses them itself.
+    def values(self, stored: Tensor, width: int) -> Tensor:
+        """Return the values [..., width] of stored rows; a copy in q8, else the rows."""
+        return stored if self.layout.form == "full" else widened(stored, width, self.layout.dtype)
 
-        Such code does not use `write`.
+    def planes(self, layer: int) -> tuple[Tensor, ...]:
+        """Return the layer's planes [heads, capacity, stored width].
+
+        They are for code that accesses them itself and does not use `write`.
         """
         return self._layers[layer]
 
     def columns(self, start: int, stop: int) -> list[Tensor]:
-        """Return views [heads, stop - start, width] of all planes, layer by layer."""
+        """Return views [heads, stop - start, stored width] of all planes, layer by layer."""
         assert 0 <= start <= stop <= self._capacity, (start, stop)
         return [plane[:, start:stop] for planes in self._layers for plane in planes]
 

@@ -7,6 +7,8 @@ The cache holds one compressed vector per token for all heads. Every head's key 
                  latents themselves: nothing per token and head is expanded
     many rows    keys and values are expanded for a block of heads at a time: scratch is at most
                  SCRATCH_BYTES, or one head's S × (2·max(nope + rope, v) + nope + v) items if more
+
+A cache in q8 gives its latents as a copy for each request: S × (kv_lora + rope) items.
 """
 
 from __future__ import annotations
@@ -145,7 +147,9 @@ class MlaCore:
         shape = self.shape
         q_nope, q_rope, new = self.heads(q, latent, rows)
         past = [
-            span.cache.write(self.layer, span.past, new[span.rows])[0][0] for span in rows.spans
+            span.cache.values(stored[0], shape.kv_lora + shape.rope)
+            for span in rows.spans
+            for (stored,) in [span.cache.write(self.layer, span.past, new[span.rows])]
         ]  # per request [S, kv_lora + rope]
         out = q.new_empty(len(q), shape.heads, shape.value)
         singles = [i for i, span in enumerate(rows.spans) if span.count == 1]

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "attention/decode_attention_paths.h"
+#include "attention/kv_q8.h"
 #include "threads/scratch.h"
 #include "threads/thread_pool.h"
 
@@ -39,14 +40,27 @@ void rotate_pairs(const std::uint16_t* x, const float* cos, const float* sin, st
     }
 }
 
-std::uint16_t* newest_key(const CachedRows& cache, std::size_t head) {
-    return static_cast<std::uint16_t*>(const_cast<void*>(cache.keys)) +
-           head * cache.key_head_stride + (cache.count - 1) * cache.key_row_stride;
+// Writes the newest row of a head, at `offset` items of a plane of the cache.
+void write_row(const AttentionShape& shape, const void* plane, std::size_t offset,
+               const std::uint16_t* row, std::size_t width) {
+    void* at = const_cast<void*>(plane);
+    if (shape.q8)
+        quantise_row(row, width, static_cast<Q8*>(at) + offset);
+    else
+        std::memcpy(static_cast<std::uint16_t*>(at) + offset, row, width * sizeof *row);
 }
 
-std::uint16_t* newest_value(const CachedRows& cache, std::size_t head) {
-    return static_cast<std::uint16_t*>(const_cast<void*>(cache.values)) +
-           head * cache.value_head_stride + (cache.count - 1) * cache.value_row_stride;
+void write_key(const AttentionShape& shape, const CachedRows& cache, std::size_t head,
+               const std::uint16_t* row) {
+    const std::size_t newest = (cache.count - 1) * cache.key_row_stride;
+    write_row(shape, cache.keys, head * cache.key_head_stride + newest, row, shape.key_width);
+}
+
+void write_value(const AttentionShape& shape, const CachedRows& cache, std::size_t head,
+                 const std::uint16_t* row) {
+    const std::size_t newest = (cache.count - 1) * cache.value_row_stride;
+    write_row(shape, cache.values, head * cache.value_head_stride + newest, row,
+              shape.value_width);
 }
 
 std::uint16_t* scratch(std::size_t items) {
@@ -77,12 +91,14 @@ void gqa_step(const GqaStep& step, std::span<const CachedRows> requests, const s
             math.rotate_half(query + h * width, cos, sin, width, query + h * width);
         norm_row(step.k_norm, k + r * narrower, narrower, row);
         clip_row(step.clip, narrower, row);
-        for (std::size_t g = 0; g < shape.kv_heads; ++g)
-            math.rotate_half(row + g * width, cos, sin, width, newest_key(requests[r], g));
+        for (std::size_t g = 0; g < shape.kv_heads; ++g) {
+            math.rotate_half(row + g * width, cos, sin, width, row + g * width);
+            write_key(shape, requests[r], g, row + g * width);
+        }
         std::memcpy(row, v + r * narrower, narrower * sizeof *row);
         clip_row(step.clip, narrower, row);
         for (std::size_t g = 0; g < shape.kv_heads; ++g)
-            std::memcpy(newest_value(requests[r], g), row + g * width, width * sizeof *row);
+            write_value(shape, requests[r], g, row + g * width);
     }
     decode_attention(shape, requests, queries, out);
 }
@@ -93,14 +109,15 @@ void mla_step(const MlaStep& step, std::span<const CachedRows> requests, const s
     const std::size_t lora = shape.value_width, width = shape.key_width, rope = width - lora;
     const std::size_t heads = shape.heads, items = requests.size() * heads;
     const std::size_t per_head = (step.nope + step.value) * lora, q_width = step.nope + rope;
-    std::uint16_t* queries = scratch(items * (width + lora));
+    std::uint16_t* queries = scratch(items * (width + lora) + width);
     std::uint16_t* mixed = queries + items * width;
+    std::uint16_t* row = mixed + items * lora;
     const attention::RowMath& math = attention::row_math();
     for (std::size_t r = 0; r < requests.size(); ++r) {
-        std::uint16_t* row = newest_key(requests[r], 0);
         norm_row(step.latent_norm, latent + r * width, lora, row);
         rotate_pairs(latent + r * width + lora, angles.cos + r * rope / 2,
                      angles.sin + r * rope / 2, rope, row + lora);
+        write_key(shape, requests[r], 0, row);
     }
     ThreadPool& pool = compute_pool();
     pool.parallel_for(items, [&](std::size_t i) {

@@ -36,13 +36,13 @@ struct Angles {  // [requests][rotated columns / 2] each
 };
 
 struct GqaStep {
-    AttentionShape shape;  // bf16, key_width == value_width, even
+    AttentionShape shape;  // bf16 or q8, key_width == value_width, even
     RowNorm q_norm, k_norm;
     float clip;  // limits q, k and v to ± clip; 0: no limit
 };
 
 struct MlaStep {
-    AttentionShape shape;  // bf16, one key head, key_width = kv_lora + rope, value_width = kv_lora
+    AttentionShape shape;  // bf16 or q8, one key head, key_width = kv_lora + rope, value_width = kv_lora
     std::size_t nope, value;
     RowNorm latent_norm;
     const std::uint16_t* kv_b;  // [heads][nope + value][kv_lora]: W_uk, then W_uv

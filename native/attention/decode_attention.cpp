@@ -29,18 +29,19 @@ std::size_t round_up(std::size_t value, std::size_t step) {
 
 AttentionPath lowered(AttentionPath path, const AttentionShape& shape) {
     path = std::min(path, best_attention_path());
-    const bool pairs = shape.bf16 && shape.key_width % 32 == 0 && shape.value_width % 32 == 0;
+    const bool pairs =
+        shape.bf16 && !shape.q8 && shape.key_width % 32 == 0 && shape.value_width % 32 == 0;
     return path == AttentionPath::kAvx512Bf16 && !pairs ? AttentionPath::kAvx512 : path;
 }
 
-const Path& implementation(AttentionPath path) {
+const Path& implementation(AttentionPath path, bool q8) {
     switch (path) {
 #if defined(__x86_64__) && !defined(__clang__)
         case AttentionPath::kAvx512Bf16: return attention::kAvx512Bf16Path;
-        case AttentionPath::kAvx512: return attention::kAvx512Path;
-        case AttentionPath::kAvx2: return attention::kAvx2Path;
+        case AttentionPath::kAvx512: return q8 ? attention::kAvx2Q8Path : attention::kAvx512Path;
+        case AttentionPath::kAvx2: return q8 ? attention::kAvx2Q8Path : attention::kAvx2Path;
 #endif
-        default: return attention::kPortablePath;
+        default: return q8 ? attention::kPortableQ8Path : attention::kPortablePath;
     }
 }
 
@@ -70,8 +71,9 @@ class Call {
     Call(const AttentionShape& shape, std::span<const CachedRows> rows, const void* q, void* out,
          AttentionPath path)
         : shape_(shape), rows_(rows), q_(static_cast<const std::byte*>(q)),
-          out_(static_cast<std::byte*>(out)), path_(implementation(lowered(path, shape))),
+          out_(static_cast<std::byte*>(out)), path_(implementation(lowered(path, shape), shape.q8)),
           groups_{shape.heads / shape.kv_heads}, item_(shape.bf16 ? 2 : 4),
+          cached_(shape.q8 ? sizeof(Q8) : item_),
           partial_stride_(round_up(shape.value_width + 2, kLine / sizeof(float))),
           task_floats_(groups_.rows() * partial_stride_),
           group_bytes_(round_up(path_.packed_bytes(std::min(groups_.sharing, kMaxLanesHeads),
@@ -122,9 +124,9 @@ class Call {
         const std::size_t begin = (index - request.first_task) % request.blocks * request.block;
         const std::size_t token = request.skipped + begin;
         const auto* keys = static_cast<const std::byte*>(row.keys) +
-                           (head * row.key_head_stride + token * row.key_row_stride) * item_;
+                           (head * row.key_head_stride + token * row.key_row_stride) * cached_;
         const auto* values = static_cast<const std::byte*>(row.values) +
-                             (head * row.value_head_stride + token * row.value_row_stride) * item_;
+                             (head * row.value_head_stride + token * row.value_row_stride) * cached_;
         for (std::size_t group = 0; group < groups_.count(); ++group)
             path_.run({packed_at(r * shape_.kv_heads + head, group), keys, values,
                        row.key_row_stride, row.value_row_stride,
@@ -169,7 +171,8 @@ class Call {
     std::byte* out_;
     const Path& path_;
     Groups groups_;
-    std::size_t item_;  // bytes
+    std::size_t item_;    // bytes of a number of q and out
+    std::size_t cached_;  // bytes of an item of the cache
     std::size_t partial_stride_;
     std::size_t task_floats_;
     std::size_t group_bytes_;

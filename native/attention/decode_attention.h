@@ -22,11 +22,12 @@
 //
 // Paths, chosen once at run time; they agree within rounding, not bit for bit:
 //
-//   avx512bf16   bfloat16 caches whose widths are multiples of 32. Products of bfloat16 pairs are
-//                exact and added in float32. A weight 2^(s - max) is rounded to bfloat16, and the
-//                divisor is the sum of the rounded weights
+//   avx512bf16   bfloat16 caches whose widths are multiples of 32, not q8. Products of bfloat16
+//                pairs are exact and added in float32. A weight 2^(s - max) is rounded to bfloat16,
+//                and the divisor is the sum of the rounded weights
 //   avx512, avx2, portable   one body in vectors of 16, 8 or 4 floats (decode_attention_lanes.h);
-//                keys and values are widened, everything is float32
+//                keys and values are widened, everything is float32. Caches in q8 have a form of
+//                avx2 (decode_attention_q8.h), which wider processors take, too
 //
 // Scratch: at most kMaxBlocks partials per request and head, kept by the calling thread for reuse.
 #pragma once
@@ -57,9 +58,10 @@ struct AttentionShape {
     bool bf16;           // q, out and the cache are bfloat16; else float32
     std::size_t window;  // keys seen, the newest included; 0: all
     const float* sinks = nullptr;  // [heads]: a logit added only to the divisor (gpt-oss)
+    bool q8 = false;  // with bf16: the cache has rows of kv_q8.h, and strides count bytes
 };
 
-// One request's keys and values of one layer. Strides count elements.
+// One request's keys and values of one layer. Strides count items: values, or bytes in q8.
 struct CachedRows {
     const void* keys;
     const void* values;
@@ -73,7 +75,7 @@ struct CachedRows {
 std::size_t block_keys(std::size_t seen) noexcept;
 
 // Computes out [requests][heads][value_width] from q [requests][heads][key_width], both contiguous,
-// in the cache's type. Runs on compute_pool(). Lowers `path` to one that the processor and the
+// in bfloat16 or float32. Runs on compute_pool(). Lowers `path` to one that the processor and the
 // shape allow. Throws std::bad_alloc.
 void decode_attention(const AttentionShape& shape, std::span<const CachedRows> requests,
                       const void* q, void* out, AttentionPath path = best_attention_path());

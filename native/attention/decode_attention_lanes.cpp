@@ -7,6 +7,10 @@
 
 #include "attention/decode_attention_paths.h"
 
+#if defined(__x86_64__) && !defined(__clang__)
+#include <immintrin.h>
+#endif
+
 #define MOEINF_LANES portable
 #define MOEINF_LANE_FLOATS 4
 #include "attention/decode_attention_lanes.h"
@@ -38,9 +42,11 @@
 namespace moeinf::attention {
 
 const Path kPortablePath{portable::packed_bytes, portable::pack, portable::run};
+const Path kPortableQ8Path{portable::packed_bytes, portable::pack, portable::run_q8};
 #if defined(__x86_64__) && !defined(__clang__)
 const Path kAvx2Path{avx2::packed_bytes, avx2::pack, avx2::run};
 const Path kAvx512Path{avx512::packed_bytes, avx512::pack, avx512::run};
+const Path kAvx2Q8Path{avx2::packed_q8_bytes, avx2::pack_q8, avx2::run_q8};
 #endif
 
 #define MOEINF_ROW_MATH(lanes) {lanes::sum_rows, lanes::dot_rows, lanes::norm, lanes::rotate_half}

@@ -21,8 +21,11 @@ typedef std::int32_t Whole __attribute__((vector_size(kFloats * 4)));
 typedef std::uint32_t Word __attribute__((vector_size(kFloats * 4)));
 typedef float LooseVector __attribute__((vector_size(kFloats * 4), aligned(4), may_alias));
 typedef std::uint16_t LooseHalf __attribute__((vector_size(kFloats * 2), aligned(2), may_alias));
+typedef std::int8_t LooseBytes __attribute__((vector_size(kFloats), aligned(1), may_alias));
+typedef std::uint16_t LooseScale __attribute__((may_alias));
 
 static_assert(kTileKeys % kFloats == 0);
+static_assert(kQ8Values % kFloats == 0);
 
 inline Vector load(const float* at) noexcept {
     return *reinterpret_cast<const LooseVector*>(at);
@@ -31,6 +34,27 @@ inline Vector load(const float* at) noexcept {
 inline Vector load(const std::uint16_t* at) noexcept {
     const LooseHalf half = *reinterpret_cast<const LooseHalf*>(at);
     return (Vector)(__builtin_convertvector(half, Word) << 16);
+}
+
+inline Vector load_at(const float* row, std::size_t column) noexcept {
+    return load(row + column);
+}
+
+inline Vector load_at(const std::uint16_t* row, std::size_t column) noexcept {
+    return load(row + column);
+}
+
+inline float q8_scale(const Q8* block) noexcept {
+    return widen(*reinterpret_cast<const LooseScale*>(block));
+}
+
+// A vector never crosses a block, because a block's size is a multiple of a vector's.
+inline Vector load_at(const Q8* row, std::size_t column) noexcept {
+    const Q8* block = row + column / kQ8Values * kQ8BlockBytes;
+    const Q8* at = block + sizeof(LooseScale) + column % kQ8Values;
+    const LooseBytes bytes = *reinterpret_cast<const LooseBytes*>(at);
+    return __builtin_convertvector(__builtin_convertvector(bytes, Whole), Vector) *
+           q8_scale(block);
 }
 
 inline void store(float* at, Vector x) noexcept {
@@ -51,12 +75,18 @@ inline Vector round_to_half(Vector x) noexcept {
     return load(half);
 }
 
-inline float load_one(float x) noexcept {
-    return x;
+inline float one_at(const float* row, std::size_t column) noexcept {
+    return row[column];
 }
 
-inline float load_one(std::uint16_t x) noexcept {
-    return widen(x);
+inline float one_at(const std::uint16_t* row, std::size_t column) noexcept {
+    return widen(row[column]);
+}
+
+inline float one_at(const Q8* row, std::size_t column) noexcept {
+    const Q8* block = row + column / kQ8Values * kQ8BlockBytes;
+    const Q8* at = block + sizeof(LooseScale) + column % kQ8Values;
+    return static_cast<float>(static_cast<std::int8_t>(at->byte)) * q8_scale(block);
 }
 
 inline float sum_of(Vector x) noexcept {
@@ -106,7 +136,7 @@ inline void score(const Task& task, const Item* keys, std::size_t head, std::siz
     for (; d + kFloats <= task.key_width; d += kFloats) {
         Vector k[Keys];
         for (std::size_t i = 0; i < Keys; ++i) {
-            k[i] = load(row + i * task.key_stride + d);
+            k[i] = load_at(row + i * task.key_stride, d);
             __builtin_prefetch(reinterpret_cast<const char*>(row + i * task.key_stride + d) +
                                kAheadBytes);
         }
@@ -119,7 +149,7 @@ inline void score(const Task& task, const Item* keys, std::size_t head, std::siz
         for (std::size_t i = 0; i < Keys; ++i) {
             float sum = sum_of(sums[h][i]);
             for (std::size_t rest = d; rest < task.key_width; ++rest)
-                sum += q[h * task.key_width + rest] * load_one(row[i * task.key_stride + rest]);
+                sum += q[h * task.key_width + rest] * one_at(row + i * task.key_stride, rest);
             scores.of[head + h][key + i] = sum * task.scale;
         }
 }
@@ -141,10 +171,10 @@ inline void add_columns(const Task& task, const Item* values, std::size_t head, 
         for (std::size_t c = 0; c < Vectors; ++c)
             sums[h][c] = load(at + h * task.partial_stride + c * kFloats);
     for (std::size_t key = 0; key < count; ++key) {
-        const Item* row = values + key * task.value_stride + column;
-        __builtin_prefetch(reinterpret_cast<const char*>(row) + kAheadBytes);
+        const Item* row = values + key * task.value_stride;
+        __builtin_prefetch(reinterpret_cast<const char*>(row + column) + kAheadBytes);
         Vector v[Vectors];
-        for (std::size_t c = 0; c < Vectors; ++c) v[c] = load(row + c * kFloats);
+        for (std::size_t c = 0; c < Vectors; ++c) v[c] = load_at(row, column + c * kFloats);
         for (std::size_t h = 0; h < Heads; ++h)
             for (std::size_t c = 0; c < Vectors; ++c)
                 sums[h][c] += weights.of[head + h][key] * v[c];
@@ -166,7 +196,7 @@ inline void add_values(const Task& task, const Item* values, std::size_t head, s
         for (std::size_t h = head; h < head + Heads; ++h) {
             float& sum = task.partials[h * task.partial_stride + column];
             for (std::size_t key = 0; key < count; ++key)
-                sum += weights.of[h][key] * load_one(values[key * task.value_stride + column]);
+                sum += weights.of[h][key] * one_at(values + key * task.value_stride, column);
         }
 }
 
@@ -193,6 +223,10 @@ inline void weigh(const Task& task, std::size_t head, std::size_t count, Scores&
     }
     sum += sum_of(sums);
 }
+
+#if MOEINF_LANE_FLOATS == 8
+#include "attention/decode_attention_q8.h"
+#endif
 
 template <class Item>
 inline void run_items(const Task& task) noexcept {
@@ -229,6 +263,12 @@ inline void run_items(const Task& task) noexcept {
 void run(const Task& task) noexcept {
     task.bf16 ? run_items<std::uint16_t>(task) : run_items<float>(task);
 }
+
+#if MOEINF_LANE_FLOATS <= 8  // wider processors take the form of 8
+void run_q8(const Task& task) noexcept {
+    run_items<Q8>(task);
+}
+#endif
 
 constexpr std::size_t kRowsAtOnce = 8;
 constexpr std::size_t kColumnsAtOnce = 1024;  // sums that fit in the nearest cache

@@ -6,6 +6,7 @@
 
 #include "kernels/bf16.h"
 #include "attention/decode_attention.h"
+#include "attention/kv_q8.h"
 
 namespace moeinf::attention {
 
@@ -14,7 +15,7 @@ struct Task {
     const void* packed;  // written by the path's pack() for these heads
     const void* keys;    // the first key of the block
     const void* values;
-    std::size_t key_stride, value_stride;  // elements from one token to the next
+    std::size_t key_stride, value_stride;  // items from one token to the next
     std::size_t count;                     // keys in the block, at least 1
     std::size_t heads;
     std::size_t key_width, value_width;
@@ -53,5 +54,6 @@ const RowMath& row_math() noexcept;  // for best_attention_path()
 inline constexpr float kNoKey = -1e30f;  // the score of a missing key; its power of two is 0
 
 extern const Path kPortablePath, kAvx2Path, kAvx512Path, kAvx512Bf16Path;
+extern const Path kPortableQ8Path, kAvx2Q8Path;  // for caches in q8
 
 }  // namespace moeinf::attention

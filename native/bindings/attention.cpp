@@ -16,6 +16,7 @@
 #include "attention/attention_half.h"
 #include "attention/attention_step.h"
 #include "attention/decode_attention.h"
+#include "attention/kv_q8.h"
 #include "bindings/kernels.h"
 #include "measure/ceilings.h"
 
@@ -37,6 +38,8 @@ AttentionShape checked(AttentionShape shape) {
     if (!shape.heads || !shape.kv_heads || !shape.key_width || !shape.value_width ||
         shape.heads % shape.kv_heads)
         throw std::invalid_argument("heads must be a multiple of kv_heads, widths at least 1");
+    if (shape.q8 && !shape.bf16)
+        throw std::invalid_argument("a cache in q8 has queries in bfloat16");
     return shape;
 }
 
@@ -96,18 +99,22 @@ MlaStep make_mla(std::size_t heads, std::size_t nope, std::size_t rope, std::siz
 
 void run_gqa(const GqaStep& step, std::uint64_t q, std::uint64_t k, std::uint64_t v,
              std::uint64_t cos, std::uint64_t sin, std::uint64_t out,
-             const std::vector<Planes>& requests) {
+             const std::vector<Planes>& requests, bool q8) {
     const std::vector<CachedRows> rows = to_rows(requests);
+    GqaStep here = step;
+    here.shape.q8 = q8;
     const py::gil_scoped_release no_gil;
-    gqa_step(step, rows, items(q), items(k), items(v), {floats(cos), floats(sin)},
+    gqa_step(here, rows, items(q), items(k), items(v), {floats(cos), floats(sin)},
              const_cast<std::uint16_t*>(items(out)));
 }
 
 void run_mla(const MlaStep& step, std::uint64_t q, std::uint64_t latent, std::uint64_t cos,
-             std::uint64_t sin, std::uint64_t out, const std::vector<Planes>& requests) {
+             std::uint64_t sin, std::uint64_t out, const std::vector<Planes>& requests, bool q8) {
     const std::vector<CachedRows> rows = to_rows(requests);
+    MlaStep here = step;
+    here.shape.q8 = q8;
     const py::gil_scoped_release no_gil;
-    mla_step(step, rows, items(q), items(latent), {floats(cos), floats(sin)},
+    mla_step(here, rows, items(q), items(latent), {floats(cos), floats(sin)},
              const_cast<std::uint16_t*>(items(out)));
 }
 
@@ -193,17 +200,19 @@ void bind_attention(py::module_& m) {
               return measure_reading(reinterpret_cast<const std::byte*>(data), bytes, threads,
                                      ahead);
           });
+    m.attr("KV_Q8_VALUES") = kQ8Values;
+    m.def("kv_q8_row_bytes", &q8_row_bytes, py::arg("width"));
     m.def("attention_block_keys", &block_keys, py::arg("seen"));
     py::class_<AttentionShape>(m, "DecodeAttention", py::is_final())
         .def(py::init([](std::size_t heads, std::size_t kv_heads, std::size_t key_width,
                          std::size_t value_width, float scale, bool bf16, std::size_t window,
-                         std::uint64_t sinks) {
+                         std::uint64_t sinks, bool q8) {
                  return checked({heads, kv_heads, key_width, value_width, scale, bf16, window,
-                                 reinterpret_cast<const float*>(sinks)});
+                                 reinterpret_cast<const float*>(sinks), q8});
              }),
              py::arg("heads"), py::arg("kv_heads"), py::arg("key_width"), py::arg("value_width"),
              py::arg("scale"), py::kw_only(), py::arg("bf16"), py::arg("window") = 0,
-             py::arg("sinks") = 0)
+             py::arg("sinks") = 0, py::arg("q8") = false)
         .def("__call__", &attend, py::arg("q"), py::arg("out"), py::arg("requests"),
              py::arg("path") = py::none());
     py::class_<GqaStep>(m, "GqaStep", py::is_final())
@@ -211,13 +220,13 @@ void bind_attention(py::module_& m) {
              py::arg("scale"), py::arg("window"), py::arg("q_norm"), py::arg("k_norm"),
              py::arg("clip"), py::arg("sinks") = 0)
         .def("__call__", &run_gqa, py::arg("q"), py::arg("k"), py::arg("v"), py::arg("cos"),
-             py::arg("sin"), py::arg("out"), py::arg("requests"));
+             py::arg("sin"), py::arg("out"), py::arg("requests"), py::arg("q8") = false);
     py::class_<MlaStep>(m, "MlaStep", py::is_final())
         .def(py::init(&make_mla), py::arg("heads"), py::arg("nope"), py::arg("rope"),
              py::arg("value"), py::arg("kv_lora"), py::arg("scale"), py::arg("norm"),
              py::arg("kv_b"))
         .def("__call__", &run_mla, py::arg("q"), py::arg("latent"), py::arg("cos"),
-             py::arg("sin"), py::arg("out"), py::arg("requests"));
+             py::arg("sin"), py::arg("out"), py::arg("requests"), py::arg("q8") = false);
     py::class_<AttentionHalf>(m, "AttentionHalf", py::is_final())
         .def(py::init(&make_half), py::arg("norm"), py::arg("inputs"), py::arg("step"),
              py::arg("output"), py::arg("residual"), py::arg("ffn_norm"), py::arg("router"))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moeinf.models import Family
-from moeinf.models.base import Embedding, FusedPart, Linear, MoeShape, Piece, Role
+from moeinf.models.base import Embedding, FusedPart, KvForm, Linear, MoeShape, Piece, Role
 from moeinf.native import SHARD_DATA_OFFSET
 from moeinf.offload.format.layout import (
     ITEM_BYTES,
@@ -55,10 +55,11 @@ _FUSED_ROLES: dict[str, tuple[Role, ...]] = {
 class WantedParts:
     """A `Parts` without data. A model built on it lists the dense tensors that it needs."""
 
-    def __init__(self) -> None:
+    def __init__(self, kv: KvForm = "full") -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.tensors: set[str] = set()  # requested by `tensor`: never quantised
         self.embeddings: set[str] = set()
+        self.kv: KvForm = kv
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         self.shapes[name] = shape
@@ -119,6 +120,7 @@ class Inventory:
     max_context: int
     usual_context: int | None
     kv_items_per_token: int
+    kv_q8_bytes_per_token: int  # in an encoder-decoder it has no use
     state_bytes: int
     dense: Mapping[str, SourceTensor]
     experts: Mapping[ExpertKey, Mapping[str, SourceTensor]]
@@ -271,6 +273,7 @@ def take_inventory(family: Family, checkpoint: Checkpoint) -> Inventory:
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise BadCheckpoint(f"{checkpoint.folder} lacks {missing[0]}{more}")
+    in_q8 = family.build(config, WantedParts("q8"))
     items = model.kv_bytes_per_token // torch.get_default_dtype().itemsize
     tileable = frozenset(wanted.shapes.keys() - wanted.tensors)
     return Inventory(
@@ -279,6 +282,7 @@ def take_inventory(family: Family, checkpoint: Checkpoint) -> Inventory:
         model.max_context,
         model.usual_context,
         items,
+        in_q8.kv_bytes_per_token,
         model.state_bytes,
         dense,
         experts,

@@ -22,6 +22,7 @@ from moeinf.runtime.dense.cpu_fused import (
     NativeMla,
     NativeNorm,
     NativeRouter,
+    is_q8,
     native_norm,
     requests,
 )
@@ -42,7 +43,8 @@ class NativeBlock:
         """Map [T, D] to [T, D]."""
         count, core, block = len(x), self._core, self._block
         single = count == len(rows.spans) and count <= MOST_ROWS  # each span has a row
-        if not single or x.dtype != torch.bfloat16 or rows.cos.shape[-1] != core.angles:
+        native = x.dtype == torch.bfloat16 and rows.cos.shape[-1] == core.angles
+        if not single or not native or is_q8(rows):
             return block(x, rows, experts)
         x = x.contiguous()
         y, z = torch.empty_like(x), torch.empty_like(x)

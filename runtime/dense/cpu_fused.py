@@ -24,7 +24,7 @@ from moeinf.models.layers.routing import (
     SparseMixer,
     TopSoftmaxRouter,
 )
-from moeinf.native import GqaStep, MlaStep, RouterKernel, rms_norm
+from moeinf.native import DecodeAttention, GqaStep, MlaStep, RouterKernel, rms_norm
 from moeinf.offload.store.compute import MOST_ROWS
 
 _Planes = tuple[int, int, int, int, int, int]  # of a layer: addresses and strides
@@ -114,12 +114,28 @@ class NativeGqa:
             shape.clip or 0.0,
             0 if self._sinks is None else self._sinks.data_ptr(),
         )
+        self._attention = DecodeAttention(
+            shape.heads,
+            shape.kv_heads,
+            shape.head_dim,
+            shape.head_dim,
+            shape.softmax_scale,
+            bf16=True,
+            window=shape.window or 0,
+            sinks=0 if self._sinks is None else self._sinks.data_ptr(),
+            q8=True,
+        )
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, rows: PassRows) -> Tensor:
-        if q.dtype != torch.bfloat16 or rows.cos.shape[-1] != self.angles:
+        in_q8 = is_q8(rows)
+        partial = rows.cos.shape[-1] != self.angles
+        if q.dtype != torch.bfloat16 or (partial and not in_q8):
             return self._torch(q, k, v, rows)
 
         def step(rows: PassRows, out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
+            if partial:
+                self._rotated_in_torch(rows, out, q, k, v)
+                return
             self.step(
                 q.data_ptr(),
                 k.data_ptr(),
@@ -128,6 +144,7 @@ class NativeGqa:
                 rows.sin.data_ptr(),
                 out.data_ptr(),
                 requests(rows.spans, self.layer),
+                in_q8,
             )
 
         if all(span.count == 1 for span in rows.spans):
@@ -135,6 +152,16 @@ class NativeGqa:
             step(rows, out, q.contiguous(), k.contiguous(), v.contiguous())
             return out
         return _mixed(step, self._torch, rows, q, k, v)
+
+    def _rotated_in_torch(
+        self, rows: PassRows, out: Tensor, q: Tensor, k: Tensor, v: Tensor
+    ) -> None:
+        """Run the steps before attention in torch; attend to a cache in q8 natively."""
+        q, k, v = self._torch.heads(q, k, v, rows)
+        for row, span in enumerate(rows.spans):
+            span.cache.write(self.layer, span.past, k[row : row + 1], v[row : row + 1])
+        caches = requests(rows.spans, self.layer)
+        self._attention(q.contiguous().data_ptr(), out.data_ptr(), caches)
 
 
 class NativeMla:
@@ -161,6 +188,7 @@ class NativeMla:
     def __call__(self, q: Tensor, latent: Tensor, rows: PassRows) -> Tensor:
         if q.dtype != torch.bfloat16:
             return self._torch(q, latent, rows)
+        in_q8 = is_q8(rows)
 
         def step(rows: PassRows, out: Tensor, q: Tensor, latent: Tensor) -> None:
             self.step(
@@ -170,6 +198,7 @@ class NativeMla:
                 rows.sin.data_ptr(),
                 out.data_ptr(),
                 requests(rows.spans, self.layer),
+                in_q8,
             )
 
         if all(span.count == 1 for span in rows.spans):
@@ -193,6 +222,11 @@ def _mixed(
         step(some, done, *(x[at] for x in inputs))
         out[at] = done
     return out
+
+
+def is_q8(rows: PassRows) -> bool:
+    """Return True if the caches hold q8; all have one layout."""
+    return rows.spans[0].cache.layout.form == "q8"
 
 
 def native_norm(norm: Callable[[Tensor], Tensor] | None) -> tuple[int, int, float] | None:

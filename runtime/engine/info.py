@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from moeinf.runtime.config import PREFILL_CHUNK
+from moeinf.runtime.config import PREFILL_CHUNK, Kv
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.names import ModelName
 from moeinf.runtime.placement.plan import Placement
@@ -57,6 +57,11 @@ class EngineInfo:
     @property
     def context(self) -> int:
         return self.placement.context
+
+    @property
+    def kv(self) -> Kv:
+        """The form of the KV cache: see EngineConfig."""
+        return self.placement.kv
 
     @property
     def prefix_grain(self) -> int:

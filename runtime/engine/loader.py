@@ -75,7 +75,7 @@ class DenseWeights(DenseViews):
             raise DamagedModel(f"{manifest.model}: {words}") from error
         if checksum != record.crc32c:
             raise DamagedModel(f"{manifest.model}: {DENSE} is not what was pulled")
-        super().__init__(header, buffer, record.data_offset, math)
+        super().__init__(header, buffer, record.data_offset, math, config.kv)
 
 
 def _read_dense(

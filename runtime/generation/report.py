@@ -32,6 +32,7 @@ def statistics(engine: Engine, generation: Generation) -> dict[str, Any]:
         "peak_rss_bytes": peak_rss_bytes(),
         "experts_resident": engine.store.resident,
         "device": on_device(engine, store, steps),
+        "kv": engine.info.kv,
         "lossy": lossy(engine, store),
         **foresight(store, steps),
     }
@@ -134,6 +135,8 @@ def verbose_lines(
         inside = engine.gpu.dense_math
         if inside is not None and inside.graphs is not None:
             lines.append(("CUDA graphs", inside.graphs))
+    if engine.info.kv != "full":
+        lines.append(("KV cache", engine.info.kv))
     lines += [
         ("prefetch accuracy", _ahead(store)),
         ("read in all", f"{format_bytes(store.bytes_read)} ({store.loads} experts)"),

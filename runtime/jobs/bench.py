@@ -205,7 +205,7 @@ def token_bytes(engine: Engine, context: int) -> TokenBytes:
     return TokenBytes(
         dense=dense,
         experts=manifest.layers * manifest.top_k * manifest.expert_bytes,
-        kv=context * manifest.kv_bytes_per_token,
+        kv=context * manifest.kv_token_bytes(engine.info.kv),
     )
 
 
@@ -248,6 +248,7 @@ def report(engine: Engine, settings: Settings, measured: Measured) -> dict[str, 
         "bytes_read_per_token": round(disk_bytes),
         "stall_share": round(decoded.decode_stall_seconds / last_round, 4),
         "device": on_device(engine, decoded, steps),
+        "kv": engine.info.kv,
         "lossy": lossy(engine, decoded),
         **foresight(decoded, steps),
         "peak_rss_bytes": peak,

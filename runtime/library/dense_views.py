@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moeinf.models import family_of
-from moeinf.models.base import Embedding, Linear, ModelDataError, Piece
+from moeinf.models.base import Embedding, KvForm, Linear, ModelDataError, Piece
 from moeinf.offload.format.layout import LAYOUT_VERSIONS, TILE_ALIGNMENT, is_tiled, stored_bytes
 from moeinf.runtime.checkpoints.checkpoint import (
     CONFIG,
@@ -60,10 +60,16 @@ class DenseViews:
     """
 
     def __init__(
-        self, header: DenseHeader, buffer: Tensor, data_offset: int, math: DenseMath
+        self,
+        header: DenseHeader,
+        buffer: Tensor,
+        data_offset: int,
+        math: DenseMath,
+        kv: KvForm = "full",
     ) -> None:
         self._tensors, self._forms, self._buffer = header.tensors, header.forms, buffer
         self._data_offset, self._math = data_offset, math
+        self.kv: KvForm = kv
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         found = self._tensors.get(name)

@@ -13,17 +13,21 @@ import msgspec
 from msgspec import Meta, Struct
 
 from moeinf.errors import Failure, problem
+from moeinf.native import KV_Q8_VALUES, kv_q8_row_bytes
 from moeinf.offload.format.layout import (
+    ITEM_BYTES,
     LAYOUT_VERSIONS,
     ExpertForms,
     ExpertKey,
     ExpertLayout,
     is_tiled,
     largest_slot_bytes,
+    plain_form,
 )
 from moeinf.offload.format.shards import Bytes, FileRecord, shard_path
 from moeinf.offload.store.budget import SlotBudget
 from moeinf.runtime.atomic_files import write_bytes_durably
+from moeinf.runtime.config import Kv
 from moeinf.runtime.names import ModelName
 from moeinf.runtime.regular_files import NotRegular, read_regular
 
@@ -98,6 +102,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     forms: tuple[ExpertForms, ...] = ()
     layouts: dict[str, int] = {}
     dense_forms: dict[str, str] = {}
+    kv_q8_bytes_per_token: Bytes = 0  # 0: that of kv_q8_bytes
     base: str | None = None  # ORG/NAME@COMMIT of the tokenizer, in place of a GGUF file's own
     format: int = FORMAT_VERSION
 
@@ -139,9 +144,16 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
         size = largest_slot_bytes(self.expert_layouts)
         return SlotBudget(size, self.layers * self.experts, self.top_k)
 
-    def kv_bytes(self, context: int) -> int:
-        """Return the bytes of a request with up to `context` tokens (models/layers/kv_cache.py)."""
-        return self.state_bytes + context * self.kv_bytes_per_token
+    def kv_token_bytes(self, form: Kv) -> int:
+        """Return the bytes of a token in the KV cache (models/layers/kv_cache.py)."""
+        if form == "full" or self.encoder_layers:
+            return self.kv_bytes_per_token
+        items = self.kv_bytes_per_token // ITEM_BYTES[plain_form(self.dtype)]
+        return self.kv_q8_bytes_per_token or kv_q8_bytes(items)
+
+    def kv_bytes(self, context: int, form: Kv = "full") -> int:
+        """Return the bytes of a request with up to `context` tokens."""
+        return self.state_bytes + context * self.kv_token_bytes(form)
 
     @property
     def size_bytes(self) -> int:
@@ -180,6 +192,11 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
         return [by_path[path] for path in wanted]
 
 
+def kv_q8_bytes(items: int) -> int:
+    """Return the bytes in q8 of KV items in rows of whole blocks, as nearly all models have."""
+    return items // KV_Q8_VALUES * kv_q8_row_bytes(KV_Q8_VALUES)
+
+
 def storable(origin: str) -> str:
     """Return a source's name as a manifest stores it: bytes outside UTF-8 are replaced."""
     return origin.encode(errors="surrogateescape").decode(errors="replace")
@@ -193,6 +210,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         "layouts",
         "dense_forms",
         "base",
+        "kv_q8_bytes_per_token",
     ):  # only where they are set: versions up to 0.1 refuse them
         if not about[name]:
             del about[name]

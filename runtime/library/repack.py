@@ -39,7 +39,7 @@ from moeinf.runtime.gguf.tags import (
 from moeinf.runtime.gguf.tokens import ignored_ids
 from moeinf.runtime.library.dense_views import check_opens
 from moeinf.runtime.library.library import Library
-from moeinf.runtime.library.manifest import Manifest, storable, write_manifest
+from moeinf.runtime.library.manifest import Manifest, kv_q8_bytes, storable, write_manifest
 from moeinf.runtime.library.mixed_bits import (
     BASE,
     LADDER,
@@ -363,6 +363,7 @@ def _manifest(
         dtype=dtype,
         dense_bytes=inventory.dense_bytes(dtype),
         kv_bytes_per_token=inventory.kv_bytes_per_token(dtype),
+        kv_q8_bytes_per_token=_odd_q8_bytes(inventory),
         max_context=inventory.max_context,
         files=tuple(files),
         layout=LAYOUT_VERSIONS[dtype],
@@ -375,6 +376,13 @@ def _manifest(
         dense_forms=dict(inventory.forms.dense) if mixed else {},
         layouts={form: LAYOUT_VERSIONS[form] for form in sorted(inventory.forms.used - {dtype})},
     )
+
+
+def _odd_q8_bytes(inventory: Inventory) -> int:
+    """Return the manifest's kv_q8_bytes_per_token: 0 where the rule for whole blocks gives it."""
+    given = inventory.kv_q8_bytes_per_token
+    usual = given == kv_q8_bytes(inventory.kv_items_per_token)
+    return 0 if usual or inventory.moe.encoder_layers else given
 
 
 def remove_strangers(folder: Path, wanted: Iterable[str]) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from moeinf.errors import Unavailable
 from moeinf.native import MAX_COMPUTE_THREADS
 from moeinf.offload.store.budget import DoesNotFit, SlotBudget
-from moeinf.runtime.config import MOST_WINDOW, PREFILL_CHUNK, EngineConfig, PrefixBudget
+from moeinf.runtime.config import MOST_WINDOW, PREFILL_CHUNK, EngineConfig, Kv, PrefixBudget
 from moeinf.runtime.library.low_copy import low_layout
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.machine.device_choice import choose_processor
@@ -56,6 +56,7 @@ class Placement:
     prefix_bytes: int = 0  # for the KV of ended requests
     low_slots: int = 0  # for copies of experts in fewer bits, a part of memory_bytes
     low_slot_bytes: int = 0
+    kv: Kv = "full"  # the form of the KV cache
     device: str = "cpu"
     on_device: DevicePlacement | None = None
     notes: tuple[str, ...] = field(default=())
@@ -91,7 +92,8 @@ def place(
     Raises DoesNotFit when the experts get less than min_memory_bytes, BadContext,
     DeviceUnavailable, DeviceDoesNotFit.
     """
-    wanted = "cpu" if config.lossy else config.device  # a lossy option reads the host's slots
+    # A lossy option reads the host's slots, and no kernel of a GPU reads KV in q8.
+    wanted = "cpu" if config.lossy or config.kv == "q8" else config.device
     processor = choose_processor(wanted, config.device_memory, config.libcuda)
     notes, fallbacks = [str(processor)], list[str]()
     slots = manifest.slots
@@ -101,11 +103,12 @@ def place(
     scratch = OVERHEAD_BYTES + working_bytes(manifest)
     headroom = max(HEADROOM_BYTES, int(machine_bytes * _HEADROOM_SHARE))
     fixed = manifest.dense_bytes + scratch + headroom
+    form: Kv = "full" if manifest.encoder_layers else config.kv
     asked = None if config.memory is None else config.memory.of(slots.max_bytes)
     left = available_bytes - fixed - min(asked or 0, slots.max_bytes)
-    context, why = _context(manifest, config, int(left * _CONTEXT_SHARE), device)
+    context, why = _context(manifest, config, form, int(left * _CONTEXT_SHARE), device)
     notes += [] if why is None else [f"context {context} tokens ({why})"]
-    kv = config.parallel * manifest.kv_bytes(context)
+    kv = config.parallel * manifest.kv_bytes(context, form)
     on_device = None if device is None else device.place(context, kv)
     if device is not None and on_device is not None:
         notes.append(_on_device_words(on_device))
@@ -115,6 +118,8 @@ def place(
             fallbacks.append(_in_ram_words(device, manifest, config.parallel, context))
     if device is None and config.miss != "auto":
         fallbacks.append(f"--miss {config.miss} changes nothing without --device cuda")
+    if form != config.kv:
+        fallbacks.append("--kv q8 changes nothing: an encoder-decoder keeps its KV in full")
     prefix = 0
     if config.prefix is not None and device is None and not manifest.encoder_layers:
         prefix = _prefix_bytes(config.prefix, slots, asked, available_bytes - fixed - kv)
@@ -141,7 +146,7 @@ def place(
         slot_bytes=slots.slot_bytes,
         min_memory_bytes=slots.min_bytes,
         context=context,
-        kv_bytes=config.parallel * manifest.kv_bytes(context),
+        kv_bytes=config.parallel * manifest.kv_bytes(context, form),
         dense_bytes=manifest.dense_bytes,
         scratch_bytes=scratch,
         threads=config.threads or min(cores, MAX_COMPUTE_THREADS, threads_worth_having(manifest)),
@@ -149,6 +154,7 @@ def place(
         prefix_bytes=prefix,
         low_slots=low_slots,
         low_slot_bytes=low_slot_bytes,
+        kv=form,
         device=processor.name,
         on_device=on_device,
         notes=tuple(notes),
@@ -214,7 +220,11 @@ def _warnings(manifest: Manifest, slots: int, total_bytes: int, available_bytes:
 
 
 def _context(
-    manifest: Manifest, config: EngineConfig, spare_bytes: int, device: DeviceBudget | None
+    manifest: Manifest,
+    config: EngineConfig,
+    form: Kv,
+    spare_bytes: int,
+    device: DeviceBudget | None,
 ) -> tuple[int, str | None]:
     """Return the tokens of a KV cache, and the reason; None for --ctx. Raises BadContext.
 
@@ -242,7 +252,7 @@ def _context(
         what = "device memory"
     else:
         affordable = max(0, spare_bytes - config.parallel * manifest.state_bytes)
-        per_token = config.parallel * manifest.kv_bytes_per_token
+        per_token = config.parallel * manifest.kv_token_bytes(form)
         tokens = max(affordable // per_token // _CONTEXT_STEP, 1) * _CONTEXT_STEP
     return (most, whose) if tokens >= most else (tokens, f"what {what} affords")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ class Pair:
     ours: Loaded
     ids: list[int]
     logits: Tensor  # [TOKENS, vocab]
+    folder: Path  # of the checkpoint
 
     def tolerance(self) -> float:
         return 1e-4 * float(self.logits.abs().max())
@@ -76,7 +78,7 @@ def make_pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]
         ids = torch.randint(97, (1, TOKENS), generator=torch.Generator().manual_seed(7))
         with torch.no_grad():
             logits = reference(ids, use_cache=False).logits[0]
-        return Pair(load_resident(folder), ids[0].tolist(), logits)
+        return Pair(load_resident(folder), ids[0].tolist(), logits, folder)
 
     return make
 

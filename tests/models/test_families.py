@@ -82,6 +82,24 @@ def test_truncate_and_snapshot(pair: Pair) -> None:
     pair.assert_close(model.extend([(pair.ids[:3], state)], experts, "all"))
 
 
+def test_kv_in_q8(pair: Pair) -> None:
+    """Prompt, tokens and a prompt after a snapshot: the typical error is below 6 % of the logits'.
+
+    A row has 32 values at most that share a scale, here 8 to 28: 10 or more bits a value.
+    """
+    ours = load_resident(pair.folder, kv="q8")
+    model, experts, ids = ours.model, ours.experts, pair.ids
+    assert pair.ours.model.kv_bytes_per_token / 4 < model.kv_bytes_per_token
+    assert model.kv_bytes_per_token < pair.ours.model.kv_bytes_per_token / 3
+    state = model.new_state(60)
+    parts = [model.extend([(ids[:20], state)], experts, "all")]
+    state = state.snapshot()
+    parts += [model.extend([([token], state)], experts) for token in ids[20:30]]
+    parts += [model.extend([(ids[30:], state)], experts, "all")]
+    errors = (torch.cat(parts) - pair.logits).square().mean(-1).sqrt() / pair.logits.std()
+    assert 1e-4 < float(errors.median()) < 0.06  # a token may move to another expert
+
+
 def _typical(errors: list[Tensor]) -> float:
     """Return the root mean square over the 90 % of tokens with the smallest errors.
 

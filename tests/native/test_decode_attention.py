@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from moeinf.models.layers.kv_q8 import VALUES, quantised, row_bytes, widened
 from moeinf.native import (
+    KV_Q8_VALUES,
     DecodeAttention,
+    GqaStep,
     attention_block_keys,
     attention_path,
     compute_threads,
+    kv_q8_row_bytes,
     set_compute_threads,
 )
 
@@ -69,6 +73,7 @@ class Case:
     planes: list[tuple[Tensor, Tensor]]  # [G, capacity, W or V] each
     counts: list[int]
     sinks: Tensor | None = None  # [H] float32
+    in_q8: bool = False  # the planes are rows of kv_q8.py
 
     def run(self, path: str | None = None) -> Tensor:
         """Return the attention output [R, H, V] of a path."""
@@ -82,6 +87,7 @@ class Case:
             bf16=self.q.dtype == torch.bfloat16,
             window=shape.window,
             sinks=0 if self.sinks is None else self.sinks.data_ptr(),
+            q8=self.in_q8,
         )
         out = self.q.new_full((len(self.q), shape.heads, shape.value_width), 99.0)
         requests = [
@@ -109,7 +115,26 @@ class Case:
 
     def part(self, request: int) -> Case:
         here = slice(request, request + 1)
-        return Case(self.shape, self.q[here].clone(), self.planes[here], self.counts[here])
+        return replace(
+            self, q=self.q[here].clone(), planes=self.planes[here], counts=self.counts[here]
+        )
+
+    def as_q8(self) -> Case:
+        """Return the case with its caches in q8."""
+        planes = []
+        for k, v in self.planes:
+            keys = quantised(k)
+            planes.append((keys, keys if self.shape.latent else quantised(v)))
+        return replace(self, planes=planes, in_q8=True)
+
+    def widened(self) -> Case:
+        """Return the same case with the values of its caches in q8 as float32."""
+        shape, planes = self.shape, []
+        for k, v in self.planes:
+            keys = widened(k, shape.key_width, torch.float32)
+            values = keys if shape.latent else widened(v, shape.value_width, torch.float32)
+            planes.append((keys, values[..., : shape.value_width]))
+        return replace(self, planes=planes, in_q8=False)
 
 
 def make(name: str, dtype: torch.dtype, counts: list[int]) -> Case:
@@ -143,11 +168,54 @@ def test_against_float64(name: str, dtype: torch.dtype, path: str) -> None:
         assert float(wrong.pow(2).mean()) < 2.5 * float(ideal)
 
 
+@pytest.mark.parametrize("path", PATHS[:-1])
+@pytest.mark.parametrize("name", list(SHAPES))
+def test_q8_against_float64(name: str, path: str) -> None:
+    """Against the values that the rows stand for, not against those that were quantised."""
+    if path not in HERE:
+        pytest.skip(f"this processor has no {path}")
+    case = make(name, torch.bfloat16, [1, 15, 65, 129, 600]).as_q8()
+    exact = case.widened().exact()
+    wrong = (case.run(path).double() - exact).abs()
+    assert bool((wrong <= 2**-8 * exact.abs() + 2e-4).all())
+    ideal = (exact.bfloat16().double() - exact).pow(2).mean()
+    assert float(wrong.pow(2).mean()) < 1.1 * float(ideal)
+
+
+def test_q8_rows() -> None:
+    """The bytes of a token that a step appends are those that a prompt writes."""
+    x = torch.randn(6, 1, 74, generator=torch.Generator().manual_seed(1)).bfloat16()
+    x[0, :, :32] = 0.0
+    x[1, :, 40] = 3e38
+    x[2] *= 1e-35
+    x[3, :, 5] = torch.inf
+    angles = torch.zeros(6, 37), torch.ones(6, 37)
+    step = GqaStep(1, 1, 74, 1.0, 0, None, None, 0.0)
+    wanted = quantised(x)
+    assert wanted.shape[-1] == kv_q8_row_bytes(74) == row_bytes(74) == 80
+    assert kv_q8_row_bytes(KV_Q8_VALUES) == row_bytes(VALUES)
+    assert kv_q8_row_bytes(37) == row_bytes(37) == 42, "an even number of bytes"
+    found = torch.full((2, 6, 1, 80), 77, dtype=torch.uint8)
+    keys, values = found
+    sizes = (80, 80, 80, 80, 1)
+    rows = [(k.data_ptr(), v.data_ptr(), *sizes) for k, v in zip(keys, values, strict=True)]
+    out, (sin, cos) = torch.empty_like(x), angles
+    where = [one.data_ptr() for one in (x, x, x, cos, sin, out)]
+    step(*where, rows, q8=True)
+    assert torch.equal(values, wanted)
+    finite = [0, 1, 2, 4, 5]  # rope makes NaN of infinity
+    assert torch.equal(keys[finite], wanted[finite])
+    assert torch.equal(widened(wanted, 74, torch.float32)[2], torch.zeros(1, 74))
+    assert not out[3, :, :32].isfinite().any(), "infinity is not lost"
+
+
 @pytest.mark.parametrize("path", HERE)
+@pytest.mark.parametrize("in_q8", [False, True])
 @pytest.mark.parametrize("name", ["olmoe", "mla", "odd", "window"])
-def test_bits_depend_on_query_and_cache_alone(name: str, path: str) -> None:
+def test_bits_depend_on_query_and_cache_alone(name: str, in_q8: bool, path: str) -> None:
     """Threads, other requests of the call and the cache's address do not change the bits."""
     case = make(name, torch.bfloat16, [700, 3, 257, 700])
+    case = case.as_q8() if in_q8 else case
     together = case.run(path)
     for threads in (1, 2, 3):
         set_compute_threads(threads)
@@ -205,6 +273,8 @@ def test_refused() -> None:
     case = make("odd", torch.float32, [3])
     with pytest.raises(ValueError, match="no attention path sse9"):
         case.run("sse9")
+    with pytest.raises(ValueError, match="queries in bfloat16"):
+        DecodeAttention(2, 2, 8, 8, 1.0, bf16=False, q8=True)
     case.counts = [0]
     with pytest.raises(ValueError, match="without tokens"):
         case.run()

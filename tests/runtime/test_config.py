@@ -62,5 +62,8 @@ def test_settings_that_are_invalid(name: str, value: str) -> None:
 def test_engines_that_cannot_be() -> None:
     with pytest.raises(InvalidValue):
         read_environment({"MOEINF_MEMORY": "much"})
+    with pytest.raises(InvalidValue, match="MOEINF_KV: 'q9' is invalid"):
+        read_environment({"MOEINF_KV": "q9"})
+    assert read_environment({"MOEINF_KV": "q8"}).kv == "q8"
     with pytest.raises(InvalidValue):
         EngineConfig(context=0)

@@ -16,6 +16,7 @@ from moeinf.cli.options import (
     DeviceMemory,
     Experts,
     Json,
+    KvForm,
     Memory,
     Model,
     OnMiss,
@@ -82,6 +83,7 @@ def bench(
     skip_below: SkipBelow = 0.0,
     route: Route = None,
     experts: Experts = None,
+    kv: KvForm = None,
     prompt_tokens: PromptTokens = 128,
     new_tokens: NewTokens = 64,
     rounds: Rounds = None,
@@ -118,6 +120,7 @@ def bench(
         skip_below=skip_below,
         cache_aware=route or 0.0,
         experts=experts,
+        kv=kv,
     )
     configs = [replace(config, policy=name) for name in names]
     runs = [_run(manifest, folder, one, settings, load, out) for one in configs]

@@ -13,6 +13,7 @@ from moeinf.cli.commands.models.pull import ensure
 from moeinf.cli.options import (
     Experts,
     Json,
+    KvForm,
     Memory,
     Model,
     Quiet,
@@ -48,6 +49,7 @@ def evaluate_text(
     skip_below: SkipBelow = 0.0,
     route: Route = None,
     experts: Experts = None,
+    kv: KvForm = None,
     memory: Memory = None,
     threads: Threads = None,
     json: Json = False,
@@ -57,8 +59,8 @@ def evaluate_text(
 
     The text is read in windows of at most 512 tokens; a begin-of-text token starts a new window. KL
     divergence is that of the model from the one that --against names, usually itself as bf16.
-    A lossy option implies --decode, and does not apply to the other model: without --against that
-    is the same model.
+    A lossy option implies --decode. It and --kv q8 do not apply to the other model: without
+    --against that is the same model.
 
     Example: moeinf eval demo --file text.txt --memory 30% --route cache-aware=0.2
     """
@@ -67,10 +69,17 @@ def evaluate_text(
 
     out, settings = Output(json=json, quiet=quiet), read_environment()
     text = _text(file)
-    config = engine_config(settings, memory, WINDOW, DEFAULT_POLICY, threads)
-    lossy = replace(config, skip_below=skip_below, cache_aware=route or 0.0, q2_on_miss=experts)
-    if lossy.lossy:
-        decode, against = True, against or model
+    config = replace(engine_config(settings, memory, WINDOW, DEFAULT_POLICY, threads), kv="full")
+    lossy = replace(
+        config,
+        skip_below=skip_below,
+        cache_aware=route or 0.0,
+        q2_on_miss=experts,
+        kv=kv or settings.kv,
+    )
+    decode = decode or bool(lossy.lossy)
+    if lossy != config:
+        against = against or model
     with ExitStack() as opened:
         engines = [
             opened.enter_context(Engine.open(*ensure(name, settings, out), how, settings))
@@ -90,7 +99,8 @@ def evaluate_text(
         out.note(note)
     if json:
         lossy_or_null = dict(lossy.lossy) or None
-        out.document({"model": model, "against": against, "lossy": lossy_or_null, **asdict(score)})
+        about = {"model": model, "against": against, "lossy": lossy_or_null, "kv": lossy.kv}
+        out.document({**about, **asdict(score)})
         return
     rows = [("tokens", str(score.tokens), "")]
     rows += [("perplexity", f"{score.perplexity:.4f}", _or_nothing(score.reference_perplexity))]
@@ -129,7 +139,8 @@ def _speed_words(speed: Speed | None) -> list[str]:
 
 
 def _title(model: str, config: EngineConfig) -> str:
-    return " ".join([model, *lossy_options(config.lossy)])
+    kv = [] if config.kv == "full" else [f"--kv {config.kv}"]
+    return " ".join([model, *lossy_options(config.lossy), *kv])
 
 
 def _or_nothing(perplexity: float | None) -> str:

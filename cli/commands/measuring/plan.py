@@ -10,6 +10,7 @@ from moeinf.cli.options import (
     Device,
     DeviceMemory,
     Json,
+    KvForm,
     Memory,
     NoPrefixCache,
     OnMiss,
@@ -45,6 +46,7 @@ def plan(
     miss: OnMiss = "auto",
     ctx: Context = None,
     policy: PolicyName = DEFAULT_POLICY,
+    kv: KvForm = None,
     threads: Threads = None,
     no_prefix_cache: NoPrefixCache = False,
     json: Json = False,
@@ -69,6 +71,7 @@ def plan(
         device_memory=device_memory,
         miss=miss,
         prefix_cache=not no_prefix_cache,
+        kv=kv,
     )
     print_plan(model, config, settings, out)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moeinf.models.base import KvForm
 from moeinf.models.layers.attention import GqaCore, GqaShape
 from moeinf.models.layers.kv_cache import CacheLayout, KvCache, PassRows, Span
 from moeinf.models.layers.mla import MlaCore, MlaShape
@@ -46,20 +47,23 @@ class Draw:
         return (about + torch.randn(*shape, generator=self._generator)).to(BF16)
 
 
-def gqa(**changes: object) -> tuple[GqaCore, CacheLayout, list[int]]:
+def gqa(form: KvForm = "full", **changes: object) -> tuple[GqaCore, CacheLayout, list[int]]:
     """Return a core, its cache layout and the widths of its inputs."""
     settings: dict[str, object] = {"heads": 6, "kv_heads": 2, "head_dim": 32, **changes}
     shape, draw = GqaShape(**settings), Draw(3)  # type: ignore[arg-type]
     wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     norms = [RmsNorm(draw(width, about=1.0), 1e-5) for width in (wide, narrow)]
-    core = GqaCore(1, shape, *norms)
-    return core, CacheLayout(2, shape.planes, BF16, torch.device("cpu")), [wide, narrow, narrow]
+    sinks = torch.linspace(-1, 2, shape.heads) if shape.window == 9 else None
+    core = GqaCore(1, shape, *norms, sinks)
+    layout = CacheLayout(2, shape.planes, BF16, torch.device("cpu"), form=form)
+    return core, layout, [wide, narrow, narrow]
 
 
-def mla() -> tuple[MlaCore, CacheLayout, list[int]]:
+def mla(form: KvForm = "full") -> tuple[MlaCore, CacheLayout, list[int]]:
     shape, draw = MlaShape(5, 24, 8, 20, 40, None, scale=0.17), Draw(3)
     core = MlaCore(1, shape, RmsNorm(draw(40, about=1.0), 1e-6), draw(5, 44, 40) / 6)
-    return core, CacheLayout(2, ((1, 48),), BF16, torch.device("cpu")), [5 * 32, 48]
+    layout = CacheLayout(2, ((1, 48),), BF16, torch.device("cpu"), form=form)
+    return core, layout, [5 * 32, 48]
 
 
 def rows_of(counts: list[int], caches: list[KvCache], rope: int) -> PassRows:
@@ -72,10 +76,12 @@ def rows_of(counts: list[int], caches: list[KvCache], rope: int) -> PassRows:
     return PassRows(tuple(spans), torch.tensor(at), angles.cos(), angles.sin())
 
 
-def play(core: Callable[..., Tensor], made: tuple[object, CacheLayout, list[int]]) -> list[Tensor]:
+def play(
+    core: Callable[..., Tensor], made: tuple[object, CacheLayout, list[int]], rope: int = 0
+) -> list[Tensor]:
     """Run three requests: prompts, a token for all, for two, and a prompt beside a token."""
     _, layout, widths = made
-    rope = layout.planes[0][1] if len(layout.planes) == 2 else 8
+    rope = rope or (layout.planes[0][1] if len(layout.planes) == 2 else 8)
     caches = [KvCache(layout, 200) for _ in range(3)]
     draw, outs = Draw(9), []
     for step in ([70, 1, 5], [1, 1, 1], [1, 1, 1], [1, 0, 1], [1, 9, 1], [1, 1, 1]):
@@ -96,6 +102,11 @@ CASES: dict[str, Callable[[], Made]] = {
     "window": lambda: gqa(window=40),
     "odd sizes": lambda: gqa(heads=3, kv_heads=1, head_dim=10),
     "mla": mla,
+    "q8": lambda: gqa("q8"),
+    "q8, one query head a key head": lambda: gqa("q8", heads=4, kv_heads=4, head_dim=64),
+    "q8, window and sinks": lambda: gqa("q8", window=9),
+    "q8, odd sizes": lambda: gqa("q8", heads=3, kv_heads=1, head_dim=10),
+    "q8, mla": lambda: mla("q8"),
 }
 
 
@@ -110,7 +121,16 @@ def test_attention_like_torch(name: str) -> None:
         assert float(wrong.mean()) < 3e-3
 
 
-@pytest.mark.parametrize("name", ["gqa", "mla"])
+def test_partial_rotary_in_q8() -> None:
+    """Rotated in torch, attended natively; with a full cache everything is torch's."""
+    made = gqa("q8", head_dim=64)
+    core = tuned(made[0])
+    for native, plain in zip(play(core, made, 16), play(made[0], made, 16), strict=True):
+        torch.testing.assert_close(native, plain, rtol=0.02, atol=0.02)
+    assert not torch.equal(play(core, made, 16)[1], play(made[0], made, 16)[1])
+
+
+@pytest.mark.parametrize("name", ["gqa", "mla", "q8", "q8, mla"])
 def test_a_token_is_the_same_in_any_company(name: str) -> None:
     """Alone, beside other tokens and beside another request's prompt: the same bits."""
     made = CASES[name]()

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.shapes import shape
 from moeinf.models import family_of
-from moeinf.models.base import Embedding, Linear
+from moeinf.models.base import Embedding, KvForm, Linear
 from moeinf.models.layers.decoder import Decoder
 from moeinf.models.layers.kv_cache import KvCache, Span
 from moeinf.models.layers.moe import TorchMath
@@ -116,6 +116,7 @@ class MetaParts:
 
     def __init__(self, form: str, device: MetaDevice) -> None:
         self._form, self._device = form, device
+        self.kv: KvForm = "full"
         self.tuned = DevicePieces(device).tuned
 
     def tensor(self, name: str, *sides: int) -> Tensor:

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from moeinf.native import MAX_COMPUTE_THREADS
-from moeinf.runtime.config import EngineConfig, Settings
+from moeinf.runtime.config import KV, EngineConfig, Settings
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.manifest import MANIFEST, Manifest, read_manifest, write_manifest
 from moeinf.runtime.placement import plan
@@ -78,3 +78,23 @@ def test_a_lossy_option_takes_the_cpu(manifest: Manifest, monkeypatch: pytest.Mo
     for skip_below in (0.0, 0.03):
         place(manifest, EngineConfig(skip_below=skip_below), 1 << 40, 2)
     assert wanted == ["auto", "cpu"]
+
+
+def test_kv_in_q8(manifest: Manifest, tmp_path: Path) -> None:
+    """Rows of whole blocks have 17 / 32 of the bytes in bfloat16; a manifest names the bytes of others."""
+    full, half = (place(manifest, EngineConfig(kv=form), 1 << 40, 2) for form in KV)
+    assert (full.kv, half.kv) == KV
+    assert half.kv_bytes * 32 == full.kv_bytes * 17
+    odd = replace(manifest, kv_q8_bytes_per_token=7)
+    write_manifest(tmp_path, odd)
+    assert read_manifest(tmp_path).kv_bytes(10, "q8") == 70
+    write_manifest(tmp_path, manifest)
+    assert "kv_q8" not in (tmp_path / MANIFEST).read_text(), "versions up to 0.1 refuse it"
+    tokens = 8192 * 32 // 17 // 256 * 256
+    rest = place(manifest, EngineConfig(context=1), 1 << 40, 2)
+    free = rest.dense_bytes + rest.scratch_bytes + HEADROOM_BYTES + 4 * manifest.kv_bytes(8192)
+    assert place(manifest, EngineConfig(kv="q8"), free, 2).context == tokens
+    reader = replace(manifest, encoder_layers=1)
+    found = place(reader, EngineConfig(kv="q8"), 1 << 40, 2)
+    assert (found.kv, found.kv_bytes) == ("full", full.kv_bytes)
+    assert any(note.startswith("--kv q8 changes nothing") for note in found.fallbacks)

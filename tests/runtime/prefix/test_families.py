@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from moeinf.models.base import KvForm
 from moeinf.models.layers.kv_cache import KvCache
 from moeinf.runtime.prefix import columns, folder
 from moeinf.runtime.prefix.cache import PrefixCache
@@ -14,22 +15,27 @@ from tests.fakes import load_resident
 from tests.tiny import save_tiny
 
 KINDS = [
-    "qwen3",
-    "deepseek-v3",
-    "gpt-oss",
-    "qwen3.5",
-    "phimoe",
-    pytest.param("lfm2", marks=pytest.mark.full),
+    ("qwen3", "full"),
+    ("qwen3", "q8"),
+    ("deepseek-v3", "full"),
+    ("deepseek-v3", "q8"),
+    ("gpt-oss", "full"),
+    ("qwen3.5", "full"),
+    ("qwen3.5", "q8"),
+    ("phimoe", "full"),
+    pytest.param("lfm2", "full", marks=pytest.mark.full),
 ]  # MLA, windows, recurrent, longrope
 IDS = [(7 * place + place // 5) % 50 for place in range(100)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_copied_out_and_back(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kind", "kv"), KINDS)
+def test_copied_out_and_back(
+    kind: str, kv: KvForm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(columns, "BLOCK_BYTES", 8192)  # planes in pieces, several to a read
     monkeypatch.setattr(folder, "BLOCK_BYTES", 16384)
     save_tiny(kind, tmp_path, seed=1)
-    ours = load_resident(tmp_path)
+    ours = load_resident(tmp_path, kv=kv)
     model, experts = ours.model, ours.experts
     state, back = model.new_state(110), model.new_state(110)
     assert isinstance(state, KvCache)

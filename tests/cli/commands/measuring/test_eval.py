@@ -53,3 +53,15 @@ def test_a_tag_of_two_formats_from_pull_to_eval(text: Path, tmp_path: Path) -> N
     line = ("eval", "demo:q4d8", "--against", "demo:bf16", "--file", str(text), "--json")
     assert 0 < json.loads(moeinf(*line).out)["kl_divergence"] < 0.2
     assert moeinf("verify", "demo:q4d8").code == 0
+
+
+def test_the_price_of_kv_in_q8(text: Path, moeinf: Command) -> None:
+    """By option and by environment, beside the same model with a full cache."""
+    run = ("eval", "demo", "--file", str(text))
+    found = json.loads(moeinf(*run, "--kv", "q8", "--json").out)
+    assert (found["kv"], found["against"], found["lossy"]) == ("q8", "demo", None)
+    assert 0 < found["kl_divergence"] < 0.01
+    assert found["perplexity"] != found["reference_perplexity"]
+    shown = moeinf(*run, MOEINF_KV="q8").out
+    assert re.search(r"demo --kv q8 +demo\n", shown)
+    assert "KL divergence" in shown
