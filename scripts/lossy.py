@@ -81,13 +81,20 @@ def measured(lossy: Fields, memory: str, per_kind: int) -> dict[str, Any]:
     }
 
 
-def run_on_slow_drive(command: list[str], read_us: int, folder: Path) -> str:
-    """Return a process's output; each of its reads takes `read_us` longer. Builds into `folder`."""
+def run_on_slow_drive(
+    command: list[str], read_us: int, folder: Path, bytes_per_s: int | None = None
+) -> str:
+    """Return a process's output; each of its reads takes `read_us` longer. Builds into `folder`.
+
+    bytes_per_s: what all reads together get; None: no limit.
+    """
     shim = folder / "slow_drive.so"
     if not shim.exists():
         build = ["gcc", "-shared", "-fPIC", "-O2", str(_SLOW), "-o", str(shim), "-ldl"]
         subprocess.run(build, check=True)
     made = {"LD_PRELOAD": str(shim), "MOEINF_FAKE_READ_US": str(read_us)}
+    if bytes_per_s is not None:
+        made["MOEINF_FAKE_BYTES_PER_S"] = str(bytes_per_s)
     environment = {**os.environ, **made}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return done.stdout

@@ -298,7 +298,7 @@ class Decoder:
         for span in spans:
             span.cache.begin(span.count)
         phase: Phase = "decode" if decoding else "prefill"
-        if decoding or (piece is not None and len(spans) == 1 and count <= piece):
+        if decoding or count == 1:
             piece = None  # nothing to divide
         cuts = () if piece is None else [at for at, _ in divided(spans, piece)]
         kept = len(spans)

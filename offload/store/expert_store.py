@@ -343,19 +343,17 @@ class _LayerRun:
     def result(self) -> Tensor:
         """Return [T, D]. Raises ExpertReadError, after which the store is idle again."""
         try:
-            coming = self._host.coming
-            while self._ready or self._unasked or coming:
-                if not self._ready:
+            ready, coming = self._ready, self._host.coming
+            while ready or self._unasked or coming:
+                if not ready:
                     if coming:
                         self._compute([self._host.arrive()])
                     elif not any(tier.end_copies() for tier in self._store.above):
                         # reads ahead hold all slots
                         self._host.wait_for_slot(self._unasked[0])
-                elif self._unasked:  # one by one: each finished expert frees a slot for a miss
-                    self._compute([self._ready.popleft()])
-                else:
-                    cells, self._ready = list(self._ready), deque()
-                    self._compute(cells)
+                else:  # while a miss has no slot, one by one: each finished expert frees one
+                    most = 1 if self._unasked else self._host.at_once or len(ready)
+                    self._compute([ready.popleft() for _ in range(min(most, len(ready)))])
                 if self._unasked:
                     self.ask()
             if self._low is not None:
@@ -373,6 +371,8 @@ class _LayerRun:
         finally:
             for cell in cells:
                 self._host.table.unpin(cell)
+        if self._host.pieces and not self._unasked:  # there may be slots for the next layer's now
+            self._store.wish(self._layer)
 
     def abandon(self) -> None:
         """Free pins and slots, after the reads into the slots have ended."""

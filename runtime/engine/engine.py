@@ -214,12 +214,27 @@ class Engine:
         then holds the finished windows.
         """
         for start in range(0, len(ids), self.window):
-            part = ids[start : start + self.window]
-            self._give_torch_threads(len(part))
-            logits = self._pass([(part, state)])
-        if self.gpu is not None and len(ids) > 1:
+            logits = self.extend_all([(state, ids[start : start + self.window])])
+        last: NDArray[np.float32] = logits[0]
+        return last
+
+    def extend_all(self, texts: Sequence[tuple[State, Sequence[int]]]) -> NDArray[np.float32]:
+        """Append ids to each of several states in one pass; logits [requests, vocab].
+
+        At most `window` ids. Each state gets the bits that `extend` would give it, where a window
+        is longer than a chunk. A pass that fails leaves every state as it was. Raises like
+        `extend`.
+        """
+        rows = sum(len(ids) for _, ids in texts)
+        self._give_torch_threads(rows)
+        piece = PREFILL_CHUNK if self.window > PREFILL_CHUNK else None
+        batch = [(ids, state) for state, ids in texts]
+        logits = self._with_memory(
+            lambda: self.model.extend(batch, self.tracing.experts, piece=piece)
+        )
+        if self.gpu is not None and rows > len(texts):
             self.gpu.promise.look()  # a prefill needs the most device memory
-        values: NDArray[np.float32] = logits[0].numpy()
+        values: NDArray[np.float32] = logits.numpy()
         return values
 
     def states(self, state: State, ids: Sequence[int]) -> NDArray[np.float32]:
@@ -250,10 +265,7 @@ class Engine:
         Up to MOST_PARALLEL rows equal the rows computed alone, if `batches`. Raises like `extend`;
         a pass that fails leaves every state as it was.
         """
-        self._give_torch_threads(len(tokens))
-        logits = self._pass([([token], state) for state, token in tokens])
-        values: NDArray[np.float32] = logits.numpy()
-        return values
+        return self.extend_all([(state, [token]) for state, token in tokens])
 
     def check(self, state: State, ids: Sequence[int], accept: Callable[[Tensor], int]) -> None:
         """Append the first of several drafted tokens to a state with history, in one pass.
@@ -264,13 +276,6 @@ class Engine:
         self._give_torch_threads(len(ids))
         self._with_memory(
             lambda: self.model.extend([(ids, state)], self.tracing.experts, accept=accept)
-        )
-
-    def _pass(self, batch: Sequence[tuple[Sequence[int], State]]) -> Tensor:
-        """Run one pass of the model; after an error nothing stays pinned."""
-        piece = PREFILL_CHUNK if self.window > PREFILL_CHUNK else None
-        return self._with_memory(
-            lambda: self.model.extend(batch, self.tracing.experts, piece=piece)
         )
 
     @device_faults()

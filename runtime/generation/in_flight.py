@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -75,6 +74,11 @@ class Running:
         return self.place.state.length >= self.prompt_tokens and (
             self.encoded or not self.request.source
         )
+
+    def next_tokens(self, count: int) -> list[int]:
+        """Return the next tokens of the prompt, `count` at most."""
+        at = self.place.state.length
+        return self.answer.history[at : min(at + count, self.prompt_tokens)]
 
     def ended(
         self,
@@ -153,17 +157,3 @@ def token_info(logits: NDArray[np.float32], token: int, count: int) -> TokenInfo
     wide -= np.log(np.exp(wide).sum())
     best = np.argsort(-wide, kind="stable")[:count]
     return TokenInfo(token, float(wide[token]), [(int(t), float(wide[t])) for t in best])
-
-
-def telling(one: Running, at: int, tokens: int, layers: int) -> Callable[[], bool]:
-    """Return request.stopped, which also reports progress; it is asked at each layer of a window.
-
-    at: tokens before the window. tokens: of the window.
-    """
-    done = itertools.count()
-
-    def stopped() -> bool:
-        one.request.reading(at + min(next(done), layers) * tokens // layers, one.prompt_tokens)
-        return one.request.stopped()
-
-    return stopped

@@ -1,16 +1,16 @@
 """Answer requests with one engine: prefill, choose, decode, count and stop, for one or many.
 
-    begin ──▶ prepared ──▶ a free place ──▶ prefill, a chunk a round ──▶ decode, all at once ──▶ end
+    begin ──▶ prepared ──▶ a free place ──▶ prefill, by windows ──▶ decode, all at once ──▶ end
               (prompt,     (KV cache)       the oldest first
               grammar)
 
-A round is one chunk of prefill, if a request needs one, and one decode pass of all that answer. So
-shared experts are loaded once, and a long prompt delays others by a chunk at most. A request that
-is alone gets a window of several chunks, which reads absent experts once. A request gets
-bit for bit the same result as alone, with any tag. Rows of a decode pass do not depend on each
-other. Prefill is not batched. Decoding with the tag f32 is not batched either, because torch's
-products have other bits for other numbers of rows. (On a GPU this is also true of torch's float32
-products of the other tags.)
+A round is one window of prefill, if prompts wait, and one decode pass of all that answer. So
+shared experts are loaded once. While a request decodes, a window is one chunk: it waits no longer.
+Otherwise a window is several chunks, of all prompts that wait, and reads absent experts once
+(windows.py). A request gets bit for bit the same result as alone, with any tag. Each chunk of a
+window is computed alone. Rows of a decode pass do not depend on each other, except with the tag
+f32, which is not batched: torch's products have other bits for other numbers of rows. (On a GPU
+this is also true of torch's float32 products of the other tags.)
 
 A grammar is compiled and matched in a process of its own. Nothing here waits for it longer than a
 moment. A request whose grammar is slow is passed over, and fails when its grammar takes too long.
@@ -47,11 +47,11 @@ from moeinf.runtime.generation.in_flight import (
     Running,
     direction,
     reusing,
-    telling,
     token_info,
 )
 from moeinf.runtime.generation.prompts import check_length
 from moeinf.runtime.generation.speculation import Speculation
+from moeinf.runtime.generation.windows import Share, telling, window
 from moeinf.runtime.sampling.sampler import Sampler
 from moeinf.runtime.text.panic import as_exception
 
@@ -125,14 +125,12 @@ class Scheduler:
             self._place(one, 0.0 if self._running else _PATIENCE_S)
 
     def round(self) -> None:
-        """Run a chunk of prefill and a decode pass; choose a token from each new logits."""
+        """Run a window of prefill and a decode pass; choose a token from each new logits."""
         for one in list(self._running):
             if one.request.stopped():
                 self._end(one, "cancelled")
-        for one in self._running:
-            if not one.prefilled:
-                self._prefill(one)
-                break
+        if shares := window(self._running, self._engine.window):
+            self._prefill(shares)
         deciding = [one for one in self._running if one.answer.tokens and one.logits is None]
         if deciding and not (len(self._running) == 1 and self._checked(deciding[0])):
             self._decode(deciding)
@@ -226,41 +224,47 @@ class Scheduler:
         finally:
             prefixes.end()
 
-    def _prefill(self, one: Running) -> None:
-        """Read the source, and one chunk or window, at the borders of a prompt alone."""
-        engine, state, start = self._engine, one.place.state, time.perf_counter()
-        alone = len(self._running) == 1 and not one.request.embed
-        at, size = state.length, engine.window if alone else PREFILL_CHUNK
-        chunk = one.answer.history[at : min(at + size, one.prompt_tokens)]
-        stopped = one.request.stopped
-        if len(chunk) > PREFILL_CHUNK:
-            stopped = telling(one, at, len(chunk), engine.info.manifest.layers)
+    def _prefill(self, shares: Sequence[Share]) -> None:
+        """Read a source, and a window of prompts; one by one if a read fails."""
+        engine, start = self._engine, time.perf_counter()
+        first, chunk = shares[0]
         try:
-            with engine.stoppable(stopped):
-                if one.request.source and not one.encoded:
-                    engine.encode(state, one.request.source)
-                    one.encoded = True
-                one.request.reading(at, one.prompt_tokens)
-                if one.request.embed:
-                    self._embed(one, chunk)
+            with engine.stoppable(telling(shares, engine.info.manifest.layers)):
+                if first.request.source and not first.encoded:
+                    engine.encode(first.place.state, first.request.source)
+                    first.encoded = True
+                for one, _ in shares:
+                    one.request.reading(one.place.state.length, one.prompt_tokens)
+                if first.request.embed:
+                    self._embed(first, chunk)
                 else:
-                    logits = engine.extend(state, chunk)
+                    logits = engine.extend_all([(one.place.state, ids) for one, ids in shares])
         except Stopped:
-            self._end(one, "cancelled")
+            for one, _ in shares:
+                self._end(one, "cancelled")
+            return
+        except ExpertReadError as error:
+            if len(shares) == 1:
+                self._fail(first, error)
+            for share in shares if len(shares) > 1 else ():
+                self._prefill([share])
             return
         except Exception as error:
-            self._fail(one, error)
+            for one, _ in shares:
+                self._fail(one, error)
             return
-        one.prefill_seconds += time.perf_counter() - start
-        if engine.info.reproducible and not one.request.source:
-            one.place.reusable += chunk[: len(chunk) // PREFILL_CHUNK * PREFILL_CHUNK]
-        if not one.prefilled:
-            return
-        if one.states is not None:
-            one.request.emit(Vector(direction(one.states)))
-            self._end(one, "stop")
-        else:
-            one.logits = logits
+        spent = time.perf_counter() - start
+        for number, (one, ids) in enumerate(shares):
+            one.prefill_seconds += spent
+            if engine.info.reproducible and not one.request.source:
+                one.place.reusable += ids[: len(ids) // PREFILL_CHUNK * PREFILL_CHUNK]
+            if not one.prefilled:
+                continue
+            if one.states is not None:
+                one.request.emit(Vector(direction(one.states)))
+                self._end(one, "stop")
+            else:
+                one.logits = logits[number]
 
     def _embed(self, one: Running, chunk: Sequence[int]) -> None:
         rows = self._engine.states(one.place.state, chunk)

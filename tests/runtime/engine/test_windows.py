@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -52,6 +53,21 @@ def test_each_expert_is_read_once(model: str, policy: str, open_engine: Open) ->
             assert less < 0.7 * more
         if policy == "lru":  # nothing is read ahead: it brings back only those that left too early
             assert less <= used - resident + _FEW
+
+
+def test_a_short_prompt_is_hinted_too(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A turn of a few tokens uses many experts, so each layer names the next one's."""
+    full, engine = open_engine(trace=False), open_engine(memory="30%", window=512, trace=False)
+    hinted: list[int] = []
+    hint = engine.store.hint
+
+    def told(layer: int, *given: Any) -> None:
+        hinted.append(layer)
+        hint(layer, *given)
+
+    monkeypatch.setattr(engine.store, "hint", told)
+    assert np.array_equal(read(engine, IDS[:20])[0], read(full, IDS[:20])[0])
+    assert hinted == list(range(1, engine.info.manifest.layers))
 
 
 @pytest.mark.parametrize("window", [0, -256, 100])

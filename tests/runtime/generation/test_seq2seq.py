@@ -10,7 +10,7 @@ import torch
 from tokenizers import AddedToken
 
 from moeinf.runtime.checkpoints.torch_bin import open_folder
-from moeinf.runtime.config import EngineConfig, Settings
+from moeinf.runtime.config import PREFILL_CHUNK, EngineConfig, Settings
 from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.generation.seq2seq import BadLanguage, Languages, converse
 from moeinf.runtime.library.library import Library
@@ -211,3 +211,31 @@ def test_unknown_languages(
         pytest.raises(BadLanguage, match=problem),
     ):
         converse(engine, languages=languages)
+
+
+def test_a_long_source_reads_each_expert_once(
+    switch: tuple[Settings, dict[str, Manifest]],
+) -> None:
+    """A source longer than a chunk of a prompt is one pass: same bits, each expert once at most."""
+    settings, manifests = switch
+    manifest, found = manifests["bf16"], []
+    source = [(37 * place + place // 7) % 97 for place in range(PREFILL_CHUNK + 150)]
+    least = str(manifest.slots.min_bytes)
+    for memory in ("100%", least):
+        config = EngineConfig(memory=parse_memory(memory), policy="lru", trace=False)
+        folder = Library(settings).folder(manifest.model)
+        with Engine.open(manifest, folder, config, settings) as engine:
+            state = engine.new_state()
+            assert len(source) <= engine.info.context
+            for _ in range(2):  # the second finds the experts of the last layers
+                before = engine.store.stats.loads
+                engine.encode(state, source)
+                read = engine.store.stats.loads - before
+                found.append((read, engine.extend(state, [0]).tobytes()))
+    (used, bits), again, *short = found
+    assert again == (0, bits)
+    encoder = manifest.encoder_layers * manifest.experts
+    assert used <= encoder
+    for read, others in short:
+        assert others == bits
+        assert 0 < read <= used
