@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moeinf.models.base import Embedding, ExpertPart, Experts, Linear, MoeShape, Phase, State
 from moeinf.models.expert_names import ExpertNames
-from moeinf.models.layers.decoder import check_batch, check_ids
+from moeinf.models.layers.batches import check_batch, check_ids
 from moeinf.models.layers.kv_cache import CacheLayout, KvCache, Span
 from moeinf.models.layers.moe import one_pass
 from moeinf.models.seq2seq.cross_attention import (

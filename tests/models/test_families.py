@@ -90,7 +90,7 @@ def test_kv_in_q8(pair: Pair) -> None:
     ours = load_resident(pair.folder, kv="q8")
     model, experts, ids = ours.model, ours.experts, pair.ids
     assert pair.ours.model.kv_bytes_per_token / 4 < model.kv_bytes_per_token
-    assert model.kv_bytes_per_token < pair.ours.model.kv_bytes_per_token / 3
+    assert model.kv_bytes_per_token <= pair.ours.model.kv_bytes_per_token / 3
     state = model.new_state(60)
     parts = [model.extend([(ids[:20], state)], experts, "all")]
     state = state.snapshot()

@@ -102,6 +102,8 @@ CASES: dict[str, Callable[[], Made]] = {
     "window": lambda: gqa(window=40),
     "odd sizes": lambda: gqa(heads=3, kv_heads=1, head_dim=10),
     "mla": mla,
+}
+Q8_CASES: dict[str, Callable[[], Made]] = {
     "q8": lambda: gqa("q8"),
     "q8, one query head a key head": lambda: gqa("q8", heads=4, kv_heads=4, head_dim=64),
     "q8, window and sinks": lambda: gqa("q8", window=9),
@@ -110,9 +112,9 @@ CASES: dict[str, Callable[[], Made]] = {
 }
 
 
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", [*CASES, *Q8_CASES])
 def test_attention_like_torch(name: str) -> None:
-    made = CASES[name]()
+    made = (CASES | Q8_CASES)[name]()
     core = tuned(made[0])
     assert isinstance(core, NativeGqa | NativeMla)
     for native, plain in zip(play(core, made), play(made[0], made), strict=True):
@@ -133,7 +135,7 @@ def test_partial_rotary_in_q8() -> None:
 @pytest.mark.parametrize("name", ["gqa", "mla", "q8", "q8, mla"])
 def test_a_token_is_the_same_in_any_company(name: str) -> None:
     """Alone, beside other tokens and beside another request's prompt: the same bits."""
-    made = CASES[name]()
+    made = (CASES | Q8_CASES)[name]()
     core, (_, layout, widths) = tuned(made[0]), made
     rope = layout.planes[0][1] if len(layout.planes) == 2 else 8
     prompt, token = ([Draw(seed)(count, w) for w in widths] for seed, count in ((1, 30), (2, 1)))

@@ -81,7 +81,7 @@ def test_a_lossy_option_takes_the_cpu(manifest: Manifest, monkeypatch: pytest.Mo
 
 
 def test_kv_in_q8(manifest: Manifest, tmp_path: Path) -> None:
-    """Rows of whole blocks have 17 / 32 of the bytes in bfloat16; a manifest names the bytes of others."""
+    """Rows of whole blocks have 17 / 32 of the bytes in bfloat16; a manifest tells others."""
     full, half = (place(manifest, EngineConfig(kv=form), 1 << 40, 2) for form in KV)
     assert (full.kv, half.kv) == KV
     assert half.kv_bytes * 32 == full.kv_bytes * 17
