@@ -332,7 +332,7 @@ case("internal")(planted(KeyError("x")))
 
 @case("context_full")
 def _(place: Place) -> list[str]:
-    place.raising(Engine, "_pass", ContextFull("the context of 512 tokens is full"))
+    place.raising(Engine, "extend_all", ContextFull("the context of 512 tokens is full"))
     return RUN
 
 
