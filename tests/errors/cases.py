@@ -379,7 +379,7 @@ def _(place: Place) -> list[str]:
 
 @case("no_workspace")
 def _(place: Place) -> list[str]:
-    place.raising(Engine, "_pass", OutOfMemory("no device memory is left for a pass"))
+    place.raising(Engine, "extend_all", OutOfMemory("no device memory is left for a pass"))
     return RUN
 
 
