@@ -352,7 +352,7 @@ class _LayerRun:
                         # reads ahead hold all slots
                         self._host.wait_for_slot(self._unasked[0])
                 else:  # while a miss has no slot, one by one: each finished expert frees one
-                    most = 1 if self._unasked else self._host.at_once or len(ready)
+                    most = 1 if self._unasked else self._host.most_in_a_call or len(ready)
                     self._compute([ready.popleft() for _ in range(min(most, len(ready)))])
                 if self._unasked:
                     self.ask()

@@ -33,7 +33,7 @@ from moeinf.offload.store.tier import Experts, Opened
 from moeinf.offload.store.transfer import PIECE_BYTES, ExpertReadError, Transfer
 
 _FEW = 4  # reads of a long pass for which experts of later layers leave
-_AT_ONCE = 8  # experts of a long pass that are computed in one call
+_MOST_IN_A_CALL = 8  # experts of a long pass that are computed in one call
 
 
 class HostTier:
@@ -88,12 +88,12 @@ class HostTier:
         return self.table.all_fit
 
     @property
-    def at_once(self) -> int | None:
+    def most_in_a_call(self) -> int | None:
         """Experts that one call computes; None: all that are ready.
 
         A long pass has many rows for each, and reads the next layer's into the slots that it frees.
         """
-        return _AT_ONCE if self.pieces else None
+        return _MOST_IN_A_CALL if self.pieces else None
 
     @property
     def idle(self) -> bool:
