@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from moeinf.models.base import Experts, Pending, Phase
@@ -17,8 +19,8 @@ class Watched:
     def wants_hints(self) -> bool:
         return self._experts.wants_hints
 
-    def begin_pass(self, rows: Tensor, phase: Phase) -> None:
-        self._experts.begin_pass(rows, phase)
+    def begin_pass(self, rows: Tensor, phase: Phase, pieces: Sequence[slice] = ()) -> None:
+        self._experts.begin_pass(rows, phase, pieces)
 
     def hint(self, layer: int, ids: Tensor, scores: Tensor) -> None:
         self._experts.hint(layer, ids, scores)

@@ -72,7 +72,9 @@ def test_other_requests_go_on(demo_home: Path, tally: Tally) -> None:
         assert not re.search(r"\s\s", good.json()["response"])
 
 
-@pytest.mark.parametrize(("where", "kind"), [("extend", signal.SIGTERM), ("open", signal.SIGINT)])
+@pytest.mark.parametrize(
+    ("where", "kind"), [("extend_all", signal.SIGTERM), ("open", signal.SIGINT)]
+)
 def test_a_signal_ends_a_server_whose_native_call_hangs(
     where: str, kind: signal.Signals, demo_home: Path
 ) -> None:

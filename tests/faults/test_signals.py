@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -63,17 +63,17 @@ def test_a_signal_at_every_token(
     kind: signal.Signals, open_engine: Callable[..., Engine], tally: Tally
 ) -> None:
     """The signal comes during the computation of the next token."""
-    engine = open_engine(memory="10%")
+    engine = open_engine(memory="10%", speculation=False)  # so a pass is a token
     right = "".join(Conversation(engine).ask(PROMPT, GREEDY, Limits()))
     at = passed = last = 0
 
     class Killing(Watched):
-        def begin_pass(self, rows: Tensor, phase: Phase) -> None:
+        def begin_pass(self, rows: Tensor, phase: Phase, pieces: Sequence[slice] = ()) -> None:
             nonlocal passed
             passed += 1
             if passed == at:
                 os.kill(os.getpid(), kind)
-            super().begin_pass(rows, phase)
+            super().begin_pass(rows, phase, pieces)
 
     before = held()
     with engine.routed_through(Killing):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -182,9 +183,9 @@ class Passes(Watched):
 
     begun = 0
 
-    def begin_pass(self, rows: torch.Tensor, phase: Phase) -> None:
+    def begin_pass(self, rows: torch.Tensor, phase: Phase, pieces: Sequence[slice] = ()) -> None:
         self.begun += 1
-        super().begin_pass(rows, phase)
+        super().begin_pass(rows, phase, pieces)
 
 
 def test_a_state_that_cannot_be_written_is_a_note(traced: Engine, tmp_path: Path) -> None:

@@ -260,7 +260,7 @@ def test_whatever_ends_the_thread_fails_all_its_requests(
 ) -> None:
     """The next request loads the model again."""
     may = threading.Event()
-    extend = Engine.extend
+    extend = Engine.extend_all
 
     def panic(self: Engine, *given: Any) -> Any:
         assert may.wait(20)
@@ -269,7 +269,7 @@ def test_whatever_ends_the_thread_fails_all_its_requests(
     async def serve() -> None:
         host = Host(Settings(demo_home), ServerSettings(parallel=1), CONFIG)
         loaded = await host.model("demo:bf16")
-        monkeypatch.setattr(Engine, "extend", panic)
+        monkeypatch.setattr(Engine, "extend_all", panic)
         waiting = [Asked() for _ in range(3)]
         for asked in waiting:
             asked.may.set()
@@ -283,7 +283,7 @@ def test_whatever_ends_the_thread_fails_all_its_requests(
         assert host.loaded() == []
         with pytest.raises(Unloaded):
             loaded.worker.submit(Asked().job)
-        monkeypatch.setattr(Engine, "extend", extend)
+        monkeypatch.setattr(Engine, "extend_all", extend)
         again = await host.model("demo:bf16")
         assert again is not loaded
         asked = Asked()
