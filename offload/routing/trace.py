@@ -174,11 +174,13 @@ class Recording:
 
     @property
     def decode_tokens(self) -> int:
-        return sum(len(done.rows) for done in self.passes if done.phase == "decode")
+        """The rows of decode passes that became history."""
+        return sum(int(p.accepted.sum()) for p in self.passes if p.phase == "decode")
 
     @property
     def tokens(self) -> int:
-        return sum(len(done.rows) for done in self.passes)
+        """All rows that became history."""
+        return sum(int(p.accepted.sum()) for p in self.passes)
 
     def request_eams(self) -> dict[int, RequestEam]:
         """Return the rEAMs of every request, in order of its first pass."""
