@@ -9,9 +9,7 @@ Only the engine's thread uses it.
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections.abc import Collection, Iterable, Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -27,7 +25,7 @@ from moeinf.offload.store.compute import SlotMath, TorchFfn, by_math
 from moeinf.offload.store.prefetch import ReadAhead
 from moeinf.offload.store.prefetch_gate import Judge
 from moeinf.offload.store.residency import Residency
-from moeinf.offload.store.routed import Routed
+from moeinf.offload.store.routed import Routed, cut
 from moeinf.offload.store.stats import StoreStats
 from moeinf.offload.store.tier import Experts, Opened
 from moeinf.offload.store.transfer import PIECE_BYTES, ExpertReadError, Transfer
@@ -375,7 +373,7 @@ class CpuWork:
 
     def compute(self, cells: Iterable[int]) -> None:
         places, ends = self._places, self._ends
-        experts = [(cell, at) for cell in cells for at in _cut(places[cell], ends)]
+        experts = [(cell, at) for cell in cells for at in cut(places[cell], ends)]
         self._host.compute(self._x, experts, self._mix.shape[1], self._filled())
 
     def compute_in(self, math: SlotMath, cells: Sequence[tuple[int, int]]) -> int:
@@ -393,11 +391,3 @@ class CpuWork:
     def result(self) -> Tensor:
         """Return [T, D]."""
         return self._math.combine(self._filled().view(*self._mix.shape, -1), self._mix)
-
-
-def _cut(places: list[int], ends: Sequence[int]) -> list[list[int]]:
-    """Divide ascending places before each of the ends; empty parts are left out."""
-    if not ends:
-        return [places]
-    at = [0, *(bisect_left(places, end) for end in ends), len(places)]
-    return [places[a:b] for a, b in pairwise(at) if a < b]

@@ -6,8 +6,10 @@ read the lists.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -77,3 +79,11 @@ class Routed:
 def cells_of(layer: int, ids: Ids, experts: int) -> NDArray[np.intp]:
     """Return the cell of every id, of the same shape; for no expert, some cell or -1."""
     return np.add(ids, layer * experts, dtype=np.intp)
+
+
+def cut(places: list[int], ends: Sequence[int]) -> list[list[int]]:
+    """Divide ascending places before each of the ends; empty parts are left out."""
+    if not ends:
+        return [places]
+    at = [0, *(bisect_left(places, end) for end in ends), len(places)]
+    return [places[a:b] for a, b in pairwise(at) if a < b]

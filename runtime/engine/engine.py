@@ -82,9 +82,7 @@ class Engine:
         self._text = text
         self.store, self.gpu = tiers.store, tiers.gpu
         self._weights, self.prefixes, self._opened = weights, prefixes, opened
-        fixed = (
-            "" if tiers.gpu is None else "the memory of experts cannot change while a GPU uses it"
-        )
+        fixed = "" if tiers.gpu is None else "the memory of experts is fixed while a GPU uses it"
         self.memory = MovingMemory(info.slots, self._resize, notes.append, fixed)
 
     @property
