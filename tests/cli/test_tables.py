@@ -122,3 +122,8 @@ def test_a_recording_of_a_prompt_alone(
 @pytest.mark.parametrize("arguments", [["list"], ["search"], ["eamc", "show", "demo"], ["ps"]])
 def test_other_tables(arguments: list[str], demo_home: Path) -> None:
     assert_fits(shown(demo_home, *arguments))
+
+
+def test_search_is_one_table(demo_home: Path) -> None:
+    columns = ["NAME", "PARAMETERS", "DISK", "DOWNLOAD", "LICENCE"]
+    assert headers(shown(demo_home, "search"), "NAME") == [columns]
