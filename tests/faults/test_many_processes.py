@@ -17,7 +17,7 @@ from moeinf.runtime.library.verify import verify
 from moeinf.runtime.names import ModelName
 from tests.cli.conftest import command_in, environment
 from tests.cli.warm import Warm
-from tests.faults.conftest import Tally
+from tests.faults.conftest import EVERY, Tally
 
 # Allowed messages of a process that lost a race; any other failure is wrong.
 _FAIR = re.compile(
@@ -46,7 +46,7 @@ def test_one_model_many_processes(every_point: bool, tmp_path: Path, tally: Tall
     rng = random.Random(0)
     first = command_in(tmp_path)(*ACTS[0])
     assert first.code == 0, first.err
-    rounds, at_once = (25, 6) if every_point else (2, 3)
+    rounds, at_once = (25 if EVERY else 8, 6) if every_point else (2, 3)
     for _ in range(rounds):
         running = []
         for _ in range(at_once):

@@ -124,7 +124,7 @@ def test_while_a_model_loads(delay_s: float, demo_home: Path) -> None:
     assert b"Traceback" not in err
 
 
-MOMENTS = 20
+MOMENTS = 8
 
 
 @pytest.mark.full

@@ -26,6 +26,7 @@ from tests.offload.gpu_kernels.test_linear import matrix
 pytestmark = pytest.mark.full  # Triton's interpreter is slow
 
 FORMS = ["q4", "q8", "q3", "q2", "mxfp4", *gguf_blocks.FORMS]
+CASES = [case for case in pairs.CASES if case[0] in FORMS]
 portable_path = pairs.portable_path
 
 
@@ -36,12 +37,7 @@ def routed(counts, top_k, absent=0):
     return ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(2))].view(-1, top_k)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(
-    ("activation", "biases", "dtype"),
-    [("swiglu", 0.0, torch.bfloat16), ("clamped_swiglu", 6.0, torch.float32),
-     ("relu", 0.5, torch.bfloat16)],
-)  # fmt: skip
+@pytest.mark.parametrize(("form", "activation", "biases", "dtype"), CASES)
 def test_blocks_of_pairs_get_the_bits_of_the_cpu_and_of_pairs_alone(
     form, activation, biases, dtype
 ):

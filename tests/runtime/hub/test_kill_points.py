@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.conftest import STRIDE
+from tests.faults.conftest import EVERY
 
 LONG = pytest.mark.timeout(1800)
 SCRIPT = Path(__file__).parents[3] / "scripts" / "kill_points.py"
@@ -29,14 +29,15 @@ LEAST_POINTS = {
 SOME = (("", 24), ("--what cp", 8), ("--what rm", 8))
 ALL = ("", "--hub", "--full", "--hub --full", "--what cp", "--what cp --full", "--what rm")
 GGUF = ("--gguf", "--hub --gguf", "--gguf --full", "--hub --gguf --full")
-RARE = 1 if STRIDE == 1 else 32  # the same points; each tries two tokenizers, for a second
+OFTEN = 1 if EVERY else 8
+RARE = 1 if EVERY else 32  # the same points; each tries two tokenizers, for a second
 
 
 @pytest.mark.parametrize(
     ("what", "every"),
     [
         *SOME,
-        *(pytest.param(what, STRIDE, marks=[pytest.mark.full, LONG]) for what in ALL),
+        *(pytest.param(what, OFTEN, marks=[pytest.mark.full, LONG]) for what in ALL),
         *(pytest.param(what, RARE, marks=[pytest.mark.full, LONG]) for what in GGUF),
     ],
 )
