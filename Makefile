@@ -1,7 +1,7 @@
 # Shortcuts for contributors; CONTRIBUTING.md explains them. Run them in the virtual environment.
 PYTHON ?= python
 
-.PHONY: dev native check test full imports
+.PHONY: dev native check test full interpreter imports
 
 dev: ## install the clone, editable, with every tool
 	$(PYTHON) -m pip install -c constraints.txt -e '.[dev]'
@@ -17,6 +17,9 @@ test: ## every fast test
 
 full: ## the tests that take long
 	$(PYTHON) -m pytest -n 2 -m full
+
+interpreter: ## the large GPU kernels in Triton's interpreter
+	$(PYTHON) -m pytest -n 2 -m interpreter
 
 imports: ## what an editor finds: fails for an import that pyright cannot resolve
 	$(PYTHON) -m pyright

@@ -10,6 +10,7 @@ import io
 import re
 import tokenize
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 Line = tuple[int, str]  # line number, text
@@ -58,10 +59,11 @@ READERS: dict[str, Callable[[str], Iterator[Line]]] = {
 }
 
 
-def prose(path: Path) -> Iterator[Line]:
-    """Yield the numbered lines of a file's prose, without code and quotations."""
-    for number, line in READERS[path.suffix](path.read_text(encoding="utf-8")):
-        yield number, _NOT_PROSE.sub("…", line)
+@cache
+def prose(path: Path) -> tuple[Line, ...]:
+    """Return the numbered lines of a file's prose, without code and quotations."""
+    lines = READERS[path.suffix](path.read_text(encoding="utf-8"))
+    return tuple((number, _NOT_PROSE.sub("…", line)) for number, line in lines)
 
 
 def sentences(path: Path) -> Iterator[Line]:

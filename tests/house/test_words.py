@@ -33,6 +33,7 @@ BANNED = {
     r"as (?:many|much|long|far) as may": "the limit is reached",
     r"from here on": "start",
 }
+ANY_BANNED = re.compile(rf"\b(?:{'|'.join(BANNED)})\b", re.IGNORECASE)
 OPENINGS = ("Of", "As", "What", "Whether", "Who", "Whom")
 WORD = re.compile(r"\w")
 PLACES = (*CODE, "docs")  # documents may name files of these folders
@@ -55,6 +56,7 @@ def banned_words(path: Path) -> list[str]:
     return [
         f"{path.name}:{number}: {match[0]!r} ({instead})"
         for number, line in prose(path)
+        if ANY_BANNED.search(line)
         for word, instead in BANNED.items()
         for match in re.finditer(rf"\b{word}\b", line, re.IGNORECASE)
     ]

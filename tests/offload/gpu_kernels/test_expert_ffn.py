@@ -16,7 +16,7 @@ from tests import gguf_blocks
 from tests.native.test_kernels import between, experts_of, relative
 from tests.offload.device import DEVICE
 
-pytestmark = pytest.mark.full  # Triton's interpreter is slow
+pytestmark = pytest.mark.interpreter
 
 FORMS = ["q4", "q8", "q3", "q2", "mxfp4", *gguf_blocks.FORMS, "bf16"]
 ACTIVATIONS = [

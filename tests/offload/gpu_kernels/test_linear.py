@@ -13,7 +13,7 @@ from tests import gguf_blocks
 from tests.native.test_kernels import relative, stored
 from tests.offload.device import DEVICE
 
-pytestmark = pytest.mark.full  # Triton's interpreter is slow
+pytestmark = pytest.mark.interpreter
 
 
 def matrix(form, rows, columns):

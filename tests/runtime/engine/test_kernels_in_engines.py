@@ -164,7 +164,7 @@ class _Later:
         return laid_there(found)
 
 
-@pytest.mark.full
+@pytest.mark.interpreter
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="the fake's memory is not the GPU's")
 @pytest.mark.parametrize(
     ("name", "form"), [("deepseek-lite", "q8"), ("gpt-oss", "q4"), ("olmoe-yarn", "bf16")]
