@@ -11,9 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+# Torch's threads sleep between their turns, as in the command. They would spin on the cores of
+# the other workers. GCC's OpenMP reads this while torch is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import pytest
 import torch
 
+from moeinf.runtime import atomic_files
 from moeinf.runtime.checkpoints.checkpoint import open_checkpoint
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine.engine import Engine
@@ -28,6 +33,7 @@ from moeinf.runtime.placement import bandwidth
 from moeinf.runtime.sizes import parse_memory
 from tests.native.fake_cuda import Fake, built_fake
 from tests.selection import chosen
+from tests.shared_processes import shared_processes
 
 if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
@@ -74,6 +80,24 @@ def _short_measurements() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bandwidth, "_RAM_BYTES", 16 << 20)
         patch.setattr(bench, "_CEILING_BYTES", 16 << 20)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quick_syncs() -> Iterator[None]:
+    """Check a descriptor where the product waits for the disk: no test needs its data there.
+
+    tests/faults/test_crash_points.py checks what is synced, and processes of commands wait.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", os.fstat)
+        patch.setattr(atomic_files, "syncfs", os.fstat)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _few_processes() -> Iterator[None]:
+    with shared_processes():
         yield
 
 

@@ -76,9 +76,11 @@ def test_threads_of_torch_wait_asleep(given: str | None, tmp_path: Path) -> None
         "import os\nfrom moeinf.cli import main as command\nfrom moeinf.cli.entry import main\n"
         "command.answer = lambda _: print(os.environ['OMP_WAIT_POLICY']) or 0\nmain()\n"
     )
+    variables = environment(tmp_path)
+    del variables["OMP_WAIT_POLICY"]  # tests/conftest.py sets it, too
     outer = {} if given is None else {"OMP_WAIT_POLICY": given}
     done = subprocess.run(
         [sys.executable, "-c", show],
-        env={**environment(tmp_path), **outer}, capture_output=True, text=True, timeout=60,
+        env={**variables, **outer}, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert done.stdout.split() == [given or "PASSIVE"]
