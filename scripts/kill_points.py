@@ -30,6 +30,7 @@ from gguf import GGMLQuantizationType
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import moeinf.runtime.atomic_files as durable
+import moeinf.runtime.library.repack as repack_module
 import moeinf.runtime.library.staging as workplace_module
 from moeinf.runtime.checkpoints.checkpoint import open_checkpoint
 from moeinf.runtime.config import Settings
@@ -47,6 +48,7 @@ from moeinf.runtime.names import ModelName
 from scripts.make_checkpoint import config, make_checkpoint
 from tests.gguf_files import matrices, write_gguf
 from tests.hub_server import Hub, serve
+from tests.shared_processes import try_once
 
 NAME = ModelName("victim", "bf16")
 COPY = ModelName("second", "bf16")
@@ -70,8 +72,10 @@ class Killer:
 
     def install(self) -> None:
         for name in POINTS:
-            setattr(os, name, self._wrap(getattr(os, name), name.endswith("write")))
-        durable.syncfs = self._wrap(durable.syncfs, False)  # type: ignore[attr-defined]
+            call = ignore if name == "fsync" else getattr(os, name)
+            setattr(os, name, self._wrap(call, name.endswith("write")))
+        # A killed process loses no data of files, so nothing needs to reach the disk.
+        durable.syncfs = self._wrap(ignore, False)  # type: ignore[attr-defined]
         workplace_module.sync_filesystem = durable.sync_filesystem  # type: ignore[attr-defined]
 
     def _wrap(self, call: Callable[..., Any], writes: bool) -> Callable[..., Any]:
@@ -169,6 +173,8 @@ def main() -> int:
             return try_all(place, options, "pull from the hub", action)
         # Three files; most experts straddle two of them.
         make_checkpoint(place / "checkpoint", config(2, 3, 64, 48, 2), file_bytes=60_000)
+        try_once(place / "checkpoint" / "tokenizer.json")
+        repack_module.try_tokenizer = try_once
         files = place / ("files" if options.gguf else "checkpoint")
         pull = pull_from(place / "checkpoint")
         if options.gguf:

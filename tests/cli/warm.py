@@ -14,6 +14,8 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import re
+import runpy
 import select
 import signal
 import socket
@@ -21,14 +23,18 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
 _LARGEST = 1 << 20  # bytes of a request
-_PRELOAD = ("moeinf.cli.main", "moeinf.runtime.engine.engine", "moeinf.runtime.library.repack")
+_PRELOAD = (
+    "moeinf.cli.main", "moeinf.cli.chat.local", "moeinf.cli.chat.repl", "moeinf.server.serve",
+    "moeinf.runtime.library.repack",
+)  # fmt: skip
 
 
 class Warm:
@@ -67,9 +73,63 @@ class Warm:
             self.wait()
         return self.returncode
 
-    def kill(self) -> None:
+    def send_signal(self, kind: int) -> None:
         with suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
+            os.kill(self.pid, kind)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class Written(Warm):
+    """A command that prints to files. text: its standard input. merged: stderr goes to stdout."""
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        folder: Path | None = None,
+        text: str | None = None,
+        merged: bool = False,
+    ) -> None:
+        self._out, self._err = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115
+        stderr = self._out if merged else self._err
+        with tempfile.TemporaryFile() as given:
+            given.write((text or "").encode())
+            given.seek(0)
+            stdin = None if text is None else given
+            super().__init__(arguments, environment, folder, stdin, self._out, stderr)
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """Wait, and return all that it has printed."""
+        self.wait(timeout)
+        return _all_of(self._out), _all_of(self._err)
+
+
+def _all_of(file: IO[bytes]) -> str:
+    with file:
+        file.seek(0)
+        return file.read().decode()
+
+
+@contextmanager
+def serving(
+    arguments: Sequence[str], environment: Mapping[str, str]
+) -> Iterator[tuple[Warm, str, IO[str]]]:
+    """Run `moeinf serve`; yield it, its address, and the rest of its standard error."""
+    reading, writing = os.pipe()
+    with os.fdopen(reading, encoding="utf-8") as said:
+        with os.fdopen(writing, "wb") as stderr:
+            server = Warm(["serve", *arguments], environment, stderr=stderr)
+        line = said.readline()
+        found = re.search(r"http://(\S+)", line)
+        assert found is not None, line
+        try:
+            yield server, found[1], said
+        finally:
+            if server.poll() is None:
+                server.send_signal(signal.SIGTERM)
+            assert server.wait(20) in (0, -signal.SIGTERM)
 
 
 def run(
@@ -80,20 +140,10 @@ def run(
     text: str | None = None,
     merged: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command line to its end. text: its standard input. merged: stderr goes to stdout."""
-    with (
-        tempfile.TemporaryFile() as out,
-        tempfile.TemporaryFile() as err,
-        tempfile.TemporaryFile() as given,
-    ):
-        given.write((text or "").encode())
-        given.seek(0)
-        stdin, stderr = None if text is None else given, out if merged else err
-        code = Warm(arguments, environment, folder, stdin, out, stderr).wait()
-        out.seek(0)
-        err.seek(0)
-        printed = (out.read().decode(), err.read().decode())
-    return subprocess.CompletedProcess(list(arguments), code, *printed)
+    """Run a command line to its end. Its first word may be the path of a script instead."""
+    process = Written(arguments, environment, folder, text, merged)
+    printed = process.communicate()
+    return subprocess.CompletedProcess(list(arguments), process.wait(), *printed)
 
 
 @cache
@@ -164,12 +214,21 @@ def _become(
         del os.environ[name]
     os.environ.update(environment)
     os.chdir(folder)
-    sys.argv = ["moeinf", *arguments]
+    if os.isatty(0):  # it becomes the terminal of a session, so that Ctrl-C reaches the command
+        os.setsid()
+        os.close(os.open(os.ttyname(0), os.O_RDWR))
     code: Any = 1
     try:
-        main()
+        if arguments[0].endswith(".py"):
+            sys.argv = arguments
+            runpy.run_path(arguments[0], run_name="__main__")
+        else:
+            sys.argv = ["moeinf", *arguments]
+            main()
     except SystemExit as ended:
         code = ended.code
+    except Exception:
+        traceback.print_exc()
     finally:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()

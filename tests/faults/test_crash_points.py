@@ -6,12 +6,12 @@ The default is a few points and `-m full` more. `python scripts/faults.py` runs 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
 from pathlib import Path
 
 import pytest
 
+from tests.cli import warm
 from tests.faults.conftest import EVERY, Tally
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "crash_points.py"
@@ -45,10 +45,8 @@ def test_at_more_points(what: str, every: int, how: str, tally: Tally) -> None:
 
 def tried(what: str, how: str, every: int, tally: Tally) -> int:
     """Fail at every so many points; return how many. Each outcome must be the old or new state."""
-    command = [sys.executable, str(SCRIPT), "--json", "--what", what, "--how", how]
-    run = subprocess.run(
-        [*command, "--every", str(every)], capture_output=True, text=True, check=False
-    )
+    command = [str(SCRIPT), "--json", "--what", what, "--how", how, "--every", str(every)]
+    run = warm.run(command, os.environ)
     assert run.returncode == 0, run.stdout + run.stderr
     found = json.loads(run.stdout)
     assert found["wrong"] == []

@@ -22,6 +22,7 @@ import pytest
 from moeinf.runtime.library.processes import Registry
 from tests.cli import warm
 from tests.cli.conftest import COMMAND, Command, check_document, command_in, environment
+from tests.cli.warm_terminal import spawn
 
 HEAVY = "torch numpy transformers tokenizers fastapi uvicorn huggingface_hub".split()
 # The command line, which then names the heavy modules that it has imported.
@@ -120,14 +121,7 @@ def test_two_runs_start_one(home: Path, variables: dict[str, str], tmp_path: Pat
 
 
 def test_a_conversation_outlives_it(home: Path, variables: dict[str, str], moeinf: Command) -> None:
-    child = pexpect.spawn(
-        COMMAND[0],
-        [*COMMAND[1:], "run", "demo", "--keepalive", "10m"],
-        env={**variables, "TERM": "dumb"},
-        encoding="utf-8",
-        timeout=60,
-        dimensions=(40, 200),
-    )
+    child = spawn({**variables, "TERM": "dumb"}, "run", "demo", "--keepalive", "10m")
     child.expect_exact("the server at ")  # one line, in place of a note that it starts
     child.expect_exact(">>> ")
     wait_for(Registry(home / "run").engines)  # it is loaded while the user types

@@ -21,9 +21,10 @@ from moeinf.runtime.config import Settings
 from moeinf.runtime.version import version
 from moeinf.runtime.visible import visible
 from tests.cli.chat import test_thinking
-from tests.cli.conftest import COMMAND, environment
+from tests.cli.conftest import environment
 from tests.cli.screen import open_pty
 from tests.cli.warm import Warm
+from tests.cli.warm_terminal import spawn
 from tests.conftest import pull
 
 # Title, bell, erased screen, C1 sequences, reversed text, backspaces, another character set.
@@ -38,15 +39,8 @@ def check(seen: str, least: int) -> None:
     assert seen.count(SHOWN) >= least, seen
 
 
-def spawn(home: Path, *arguments: str, **variables: str) -> pexpect.spawn:
-    return pexpect.spawn(
-        COMMAND[0],
-        [*COMMAND[1:], *arguments],
-        env={**environment(home), "TERM": "xterm", **variables},
-        encoding="utf-8",
-        timeout=60,
-        dimensions=(40, 400),
-    )
+def started(home: Path, *arguments: str, **variables: str) -> pexpect.spawn[str]:
+    return spawn({**environment(home), "TERM": "xterm", **variables}, *arguments, columns=400)
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +131,7 @@ def test_a_server_a_saved_conversation_and_the_history(tmp_path: Path) -> None:
     (tmp_path / "conversations/bad.json").write_text(json.dumps(saved))
     (tmp_path / "history").write_text(f"\n# 2026\n+{HOSTILE}\n")
     with hostile_server() as host:
-        child = spawn(tmp_path, "run", "demo", MOEINF_HOST=host)
+        child = started(tmp_path, "run", "demo", MOEINF_HOST=host)
         try:
             child.expect_exact("help)")
             for line, least in (
@@ -164,6 +158,6 @@ def test_a_server_a_saved_conversation_and_the_history(tmp_path: Path) -> None:
 
 
 def test_names_on_the_command_line(tmp_path: Path) -> None:
-    child = spawn(tmp_path, "show", HOSTILE.replace("\x00", ""))
+    child = started(tmp_path, "show", HOSTILE.replace("\x00", ""))
     child.expect(pexpect.EOF)
     check(str(child.before), least=1)

@@ -11,7 +11,8 @@ from pathlib import Path
 import pexpect
 import pytest
 
-from tests.cli.conftest import COMMAND, environment
+from tests.cli.conftest import environment
+from tests.cli.warm_terminal import spawn
 
 PROMPT = ">>> "
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\r")
@@ -22,14 +23,8 @@ class Terminal:
 
     def __init__(self, home: Path, *arguments: str, model: str = "demo") -> None:
         self.home = home
-        self.child = pexpect.spawn(
-            COMMAND[0],
-            [*COMMAND[1:], "run", model, *arguments],
-            env={**environment(home), "TERM": "dumb"},
-            encoding="utf-8",
-            timeout=60,
-            dimensions=(40, 200),
-        )
+        variables = {**environment(home), "TERM": "dumb"}
+        self.child = spawn(variables, "run", model, *arguments)
         self.child.expect_exact(PROMPT)
 
     def ask(self, line: str) -> str:

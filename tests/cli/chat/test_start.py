@@ -9,8 +9,9 @@ import pexpect
 import pytest
 
 from tests.cli.chat.test_repl import Terminal
-from tests.cli.conftest import COMMAND, environment
+from tests.cli.conftest import environment
 from tests.cli.screen import Screen
+from tests.cli.warm_terminal import spawn
 
 TRY = "Try: 17+25=   sort dog, cat, cow   spell ollama"  # of the demo only
 Start = Callable[..., tuple[list[str], pexpect.spawn]]
@@ -23,14 +24,8 @@ def start(tmp_path: Path, demo_home: Path) -> Iterator[Start]:
     children = []
 
     def begin(*arguments: str) -> tuple[list[str], pexpect.spawn]:
-        child = pexpect.spawn(
-            COMMAND[0],
-            [*COMMAND[1:], "run", "demo", *arguments],
-            env={**environment(tmp_path), "TERM": "xterm"},
-            encoding="utf-8",
-            timeout=60,
-            dimensions=(40, 120),
-        )
+        variables = {**environment(tmp_path), "TERM": "xterm"}
+        child = spawn(variables, "run", "demo", *arguments, columns=120)
         children.append(child)
         child.expect_exact(">>>")
         lines = Screen(120).feed(str(child.before)).lines  # the spinner has left no trace

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from tests.cli.conftest import COMMAND, environment
 from tests.cli.screen import Screen, open_pty
 from tests.cli.warm import Warm
+from tests.cli.warm_terminal import spawn
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 CONTROL = re.compile(r"\x1b|\r")
@@ -20,14 +22,8 @@ CONTROL = re.compile(r"\x1b|\r")
 def in_terminal(home: Path, columns: int, *arguments: str, **variables: str) -> tuple[int, str]:
     """Run a command in a pseudo-terminal; return its exit code and output."""
     plain = {k: v for k, v in environment(home).items() if k not in ("NO_COLOR", "COLUMNS")}
-    child = pexpect.spawn(
-        COMMAND[0],
-        [*COMMAND[1:], *arguments],
-        env={**plain, "TERM": "xterm", **variables},
-        dimensions=(24, columns),
-        encoding="utf-8",
-        timeout=60,
-    )
+    given = {**plain, "TERM": "xterm", **variables}
+    child = spawn(given, *arguments, rows=24, columns=columns)
     child.expect(pexpect.EOF)
     child.close()
     return int(child.exitstatus), str(child.before)
@@ -38,17 +34,14 @@ def in_terminal(home: Path, columns: int, *arguments: str, **variables: str) -> 
 )
 def test_pipes_get_no_bars_and_no_colours(arguments: list[str], tmp_path: Path) -> None:
     variables = {k: v for k, v in environment(tmp_path).items() if k != "NO_COLOR"}
-    done = subprocess.run(
-        [*COMMAND, *arguments],
-        env={**variables, "TERM": "xterm"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == (1 if "nothing" in arguments else 0)
-    assert not CONTROL.search(done.stdout + done.stderr)
-    assert "━" not in done.stderr
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "wb") as pipe:
+        code = Warm(arguments, {**variables, "TERM": "xterm"}, None, None, pipe, pipe).wait()
+    with os.fdopen(reading, encoding="utf-8", newline="") as pipe:
+        shown = pipe.read()
+    assert code == (1 if "nothing" in arguments else 0)
+    assert not CONTROL.search(shown)
+    assert "━" not in shown
 
 
 def test_a_terminal_gets_bars_and_colours(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 from moeinf.runtime.config import Settings
 from moeinf.runtime.sizes import format_bytes
 from tests.cli.conftest import COMMAND, Command, check_document, command_in, environment
+from tests.cli.warm_terminal import spawn
 
 BABBLE = ["--temperature", "50", "--top-k", "0", "--top-p", "1", "--seed", "1", "--memory", "30%"]
 
@@ -29,13 +30,8 @@ def own(tmp_path: Path, demo_home: Path) -> Command:
 @pytest.fixture
 def conversation(own: Command, tmp_path: Path) -> Iterator[pexpect.spawn[str]]:
     """Start an engine that waits at its prompt; `own` runs other commands in its home."""
-    child = pexpect.spawn(
-        COMMAND[0],
-        [*COMMAND[1:], "run", "demo", "--memory", "30%"],
-        env={**environment(tmp_path), "TERM": "dumb"},
-        encoding="utf-8",
-        timeout=60,
-    )
+    variables = {**environment(tmp_path), "TERM": "dumb"}
+    child = spawn(variables, "run", "demo", "--memory", "30%")
     child.expect_exact(">>> ")
     yield child
     child.close(force=True)

@@ -13,6 +13,7 @@ import pytest
 from moeinf.runtime.config import Settings
 from moeinf.runtime.library.processes import Registry
 from tests.cli.conftest import COMMAND, Command, command_in, environment
+from tests.cli.warm import Written
 
 
 def test_first_run_pulls_the_demo_and_prints_the_answer(tmp_path: Path) -> None:
@@ -182,18 +183,9 @@ def test_ctrl_c_ends_the_answer(demo_home: Path) -> None:
 
 def test_three_first_runs_at_once(tmp_path: Path) -> None:
     """One pulls the demo, the others wait for it; all answer."""
-    processes = [
-        subprocess.Popen(
-            [*COMMAND, "run", "demo", "17+25="],
-            env=environment(tmp_path),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for _ in range(3)
-    ]
+    processes = [Written(["run", "demo", "17+25="], environment(tmp_path)) for _ in range(3)]
     answers = [process.communicate(timeout=120) for process in processes]
-    assert [out for out, _ in answers] == [b"42\n"] * 3, answers
+    assert [out for out, _ in answers] == ["42\n"] * 3, answers
 
 
 def test_nothing_in_the_current_folder_is_imported(tmp_path: Path, demo_home: Path) -> None:

@@ -6,8 +6,6 @@ import datetime
 import http.server
 import json
 import re
-import signal
-import subprocess
 import threading
 import time
 import urllib.request
@@ -15,10 +13,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pexpect
 import pytest
 
-from tests.cli.conftest import COMMAND, Command, check_document, command_in, environment
+from tests.cli.conftest import Command, check_document, command_in, environment
+from tests.cli.warm import serving
+from tests.cli.warm_terminal import spawn
 from tests.server.scripted import CHATML, pull_talker
 
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\r")
@@ -35,24 +34,8 @@ def served(demo_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @contextmanager
 def serving_process(home: Path) -> Iterator[str]:
-    server = subprocess.Popen(
-        [*COMMAND, "serve", "--memory", "100%", "--port", "0"],
-        env=environment(home),
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert server.stderr is not None
-        line = server.stderr.readline()
-        found = re.search(r"http://(\S+)", line)
-        assert found is not None, line
-        host = found[1]
+    with serving(["--memory", "100%", "--port", "0"], environment(home)) as (_, host, _):
         yield host
-    finally:
-        server.send_signal(signal.SIGTERM)
-        assert server.wait(20) in (0, -signal.SIGTERM)
-        assert server.stderr is not None
-        server.stderr.close()
 
 
 @pytest.fixture
@@ -177,14 +160,7 @@ def _listening(hello: str, status: int) -> Iterator[str]:
 @pytest.fixture
 def terminal(served: tuple[Path, str]) -> Iterator[Callable[[str], str]]:
     home, host = served
-    child = pexpect.spawn(
-        COMMAND[0],
-        [*COMMAND[1:], "run", "demo"],
-        env={**environment(home), "MOEINF_HOST": host, "TERM": "dumb"},
-        encoding="utf-8",
-        timeout=60,
-        dimensions=(40, 200),
-    )
+    child = spawn({**environment(home), "MOEINF_HOST": host, "TERM": "dumb"}, "run", "demo")
     child.expect_exact(">>> ")
     assert "demo:bf16 · the server at " in str(child.before)
 

@@ -7,7 +7,6 @@ import json
 import re
 import shutil
 import signal
-import subprocess
 import urllib.request
 from collections.abc import Iterator
 from contextlib import suppress
@@ -18,7 +17,8 @@ from urllib.error import HTTPError
 import pytest
 
 from moeinf.runtime.library.processes import Registry
-from tests.cli.conftest import COMMAND, Command, check_document, command_in, environment
+from tests.cli.conftest import Command, check_document, command_in, environment
+from tests.cli.warm import Warm, serving
 
 KEY = "a-secret-key"
 
@@ -30,22 +30,11 @@ def home(tmp_path: Path, demo_home: Path) -> Path:
 
 
 @pytest.fixture
-def server(home: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def server(home: Path) -> Iterator[tuple[Warm, str]]:
     """Start a server process that needs a key; yield the process and its address."""
-    process = subprocess.Popen(
-        [*COMMAND, "serve", "--memory", "30%", "--port", "0"],
-        env={**environment(home), "MOEINF_API_KEY": KEY},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stderr is not None
-    with process.stderr:
-        found = re.search(r"http://(\S+)", process.stderr.readline())
-        assert found is not None
-        yield process, found[1]
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-        process.wait(20)
+    variables = {**environment(home), "MOEINF_API_KEY": KEY}
+    with serving(["--memory", "30%", "--port", "0"], variables) as (process, address, _):
+        yield process, address
 
 
 @pytest.fixture
@@ -56,22 +45,14 @@ def own(home: Path) -> Command:
 
 def test_verbose_prints_a_line_per_request(home: Path) -> None:
     """A path cannot add a line or steer the terminal."""
-    process = subprocess.Popen(
-        [*COMMAND, "serve", "--verbose", "--port", "0"],
-        env=environment(home),
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stderr is not None
-    with process.stderr:
-        found = re.search(r"http://(\S+)", process.stderr.readline())
-        assert found is not None
+    line = ["--verbose", "--port", "0"]
+    with serving(line, environment(home)) as (process, address, stderr):
         for path in ("api/version", "a%0Ab%1b%5B2J"):
             with suppress(HTTPError):
-                urllib.request.urlopen(f"http://{found[1]}/{path}", timeout=60).close()
+                urllib.request.urlopen(f"http://{address}/{path}", timeout=60).close()
         process.send_signal(signal.SIGTERM)
         process.wait(20)
-        lines = [line for line in process.stderr.read().splitlines() if line.startswith("GET")]
+        lines = [line for line in stderr.read().splitlines() if line.startswith("GET")]
     shown = [re.sub(r"\d+ ms$", "N ms", line) for line in lines]
     assert shown == ["GET /api/version 200 N ms", r"GET /a\nb\x1b[2J 404 N ms"]
 
@@ -93,9 +74,7 @@ def ask(address: str, model: str) -> str:
         return str(json.load(said)["response"])
 
 
-def test_stop_unloads_one_of_two_models(
-    server: tuple[subprocess.Popen[str], str], own: Command, home: Path
-) -> None:
+def test_stop_unloads_one_of_two_models(server: tuple[Warm, str], own: Command, home: Path) -> None:
     process, address = server
     assert ask(address, "demo:bf16") == ask(address, "demo:f32") == "42"
     wrong = own("stop", "demo:bf16", MOEINF_API_KEY="another")
@@ -123,7 +102,7 @@ def test_stop_unloads_one_of_two_models(
 
 
 def test_set_changes_the_memory_of_a_model(
-    server: tuple[subprocess.Popen[str], str], own: Command, home: Path
+    server: tuple[Warm, str], own: Command, home: Path
 ) -> None:
     process, address = server
     nothing = own("set", "demo", "--memory", "50%")
@@ -149,7 +128,7 @@ def test_stop_wants_a_model_or_all(own: Command) -> None:
 
 
 def test_rm_of_a_model_that_a_server_keeps(
-    home: Path, demo_home: Path, server: tuple[subprocess.Popen[str], str], own: Command
+    home: Path, demo_home: Path, server: tuple[Warm, str], own: Command
 ) -> None:
     process, address = server
     (home / "models").unlink()

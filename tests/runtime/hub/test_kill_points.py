@@ -5,13 +5,13 @@ No model is ever half there.
 
 from __future__ import annotations
 
+import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.cli import warm
 from tests.faults.conftest import EVERY
 
 LONG = pytest.mark.timeout(1800)
@@ -43,11 +43,9 @@ RARE = 1 if EVERY else 32  # the same points; each tries two tokenizers, for a s
 )
 def test_every_outcome_is_absent_or_complete(what: str, every: int) -> None:
     """The default is some of the points; scripts/faults.py tries every one."""
-    options = [*what.split(), "--every", str(every)]
+    command = [str(SCRIPT), *what.split(), "--every", str(every)]
     least_points = LEAST_POINTS[what.replace("--full", "").strip()]
-    run = subprocess.run(
-        [sys.executable, str(SCRIPT), *options], capture_output=True, text=True, check=False
-    )
+    run = warm.run(command, os.environ)
     assert run.returncode == 0, run.stdout + run.stderr
     found = re.search(r"(\d+) points", run.stdout)
     assert found, run.stdout

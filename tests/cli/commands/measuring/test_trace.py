@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -20,7 +17,9 @@ from moeinf.runtime.config import Settings
 from moeinf.runtime.eamc.append_log import RecordLog
 from moeinf.runtime.eamc.collection_file import EamcState
 from moeinf.runtime.library.library import Library
-from tests.cli.conftest import COMMAND, Command, Result, command_in, environment
+from tests.cli.conftest import Command, Result, command_in, environment
+from tests.cli.screen import open_pty
+from tests.cli.warm import Warm, Written
 from tests.hub_server import Hub, serve
 
 
@@ -169,15 +168,9 @@ def test_errors(arguments: list[str], code: int, words: str, moeinf: Command) ->
     assert len(result.err.splitlines()) <= 2
 
 
-def started(home: Path, *arguments: str, limit: int = 1000) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [*COMMAND, "trace", "demo", "--dataset", "demo", "--limit", str(limit), *arguments],
-        env=environment(home),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def started(home: Path, *arguments: str, limit: int = 1000) -> Written:
+    line = ["trace", "demo", "--dataset", "demo", "--limit", str(limit), *arguments]
+    return Written(line, environment(home))
 
 
 def wait_for_entries(home: Path, least: int) -> None:
@@ -222,21 +215,10 @@ def test_two_traces_at_once(home: Path) -> None:
 
 def test_the_bar_counts_prompts(home: Path) -> None:
     """The bar needs a terminal; a pipe shows only its last state."""
-    leader, follower = pty.openpty()
-    process = subprocess.Popen(
-        [*COMMAND, "trace", "demo", "--dataset", "demo", "--limit", "4"],
-        env={**environment(home), "TERM": "xterm"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=follower,
-    )
-    os.close(follower)
-    seen = b""
-    try:
-        while block := os.read(leader, 4096):
-            seen += block
-    except OSError:  # the child has closed the terminal
-        pass
-    assert process.wait(timeout=60) == 0
-    assert b"tracing demo:bf16" in seen
-    assert b"4/4" in seen
+    line = ["trace", "demo", "--dataset", "demo", "--limit", "4"]
+    with open_pty(200) as pty:
+        given = {**environment(home), "TERM": "xterm"}
+        process = Warm(line, given, None, None, None, pty.stream)
+        pty.wait_for("4/4")
+        assert process.wait(timeout=60) == 0
+    assert "tracing demo:bf16" in pty.received
