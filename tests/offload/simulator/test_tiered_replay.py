@@ -111,18 +111,25 @@ def test_nothing_is_promoted_while_the_bus_is_busy() -> None:
     assert [token.seconds for token in outcome.tokens] == [102, 52, 42]
 
 
-@pytest.mark.parametrize("miss", MISSES)
-@pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_nothing_is_below_its_floor(policy: str, miss: Miss) -> None:
+@pytest.fixture(scope="module")
+def recorded() -> Recording:
+    """Return the first 20 passes of a real model."""
     recording = read_route_csv(TRACE)
     del recording.passes[20:]
-    cells = recording.shape.layers * recording.shape.experts
+    return recording
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("miss", MISSES)
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_nothing_is_below_its_floor(policy: str, miss: Miss, recorded: Recording) -> None:
+    cells = recorded.shape.layers * recorded.shape.experts
     floors = []
     for device, ratio, hints in ((0.05, 8, 0.0), (0.3, 2, 0.9)):
-        gate = ModelledHints(hints, hints, recording.shape.experts) if hints else None
+        gate = ModelledHints(hints, hints, recorded.shape.experts) if hints else None
         conditions = Conditions(round(0.5 * cells), TimeModel(ratio), gate)
         above = Above(round(device * cells), miss)
-        outcome = TieredReplay(recording, POLICIES[policy], conditions, above).run()
+        outcome = TieredReplay(recorded, POLICIES[policy], conditions, above).run()
         for token in outcome.tokens:
             assert token.seconds >= token.floor_seconds > 0
             assert token.stall_seconds >= 0

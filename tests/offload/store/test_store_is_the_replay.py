@@ -9,6 +9,7 @@ reads at once. So with hints it is compared with a replay whose link takes no ti
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -95,6 +96,7 @@ def in_the_replay(
     )
 
 
+@cache
 def requests() -> Recording:
     """Return twelve requests of three habits, each a prompt of several tokens and an answer."""
     shape = RoutingShape(layers=4, experts=16, top_k=2, expert_bytes=1, dense_bytes=4)
