@@ -28,6 +28,21 @@ def every_point(request: pytest.FixtureRequest) -> bool:
     return bool(request.param == "all")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Drop cases of some points that only `-m full` would run: it has the same with more points."""
+    dropped = [
+        item
+        for item in items
+        if isinstance(item, pytest.Function)
+        and item.get_closest_marker("full")
+        and hasattr(item, "callspec")
+        and item.callspec.params.get("every_point") == "some"
+    ]
+    config.hook.pytest_deselected(items=dropped)
+    gone = set(dropped)
+    items[:] = [item for item in items if item not in gone]
+
+
 @pytest.fixture
 def tally(request: pytest.FixtureRequest) -> Iterator[Tally]:
     """Yield a function that counts injections by outcome.
