@@ -2,22 +2,27 @@
 
 From memory a pass of n rows costs little more than one of one row, so all share it. Where passes
 wait for the disk, each row may need experts of its own. They displace those of the others, and n
-requests can be slower together than one after the other. So the oldest decodes alone there, unless
-a trial shows that all together take less time per token:
+requests can be slower together than one after the other. So the oldest decodes alone there, for 256
+tokens at a time, and prompts wait. A trial shows if all together take less time per token:
 
-    passes    … 16 alone | 16 together | 64 of the faster way | 16 of the other | 128 …
+    passes    64 alone | 16 together | 64 of the faster way | 16 of the other | 128 …
 
 Each trial that changes nothing doubles the passes to the next one. The results are the same.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from moeinf.runtime.generation.in_flight import Running
+
 _BOUND = 0.05  # share of time spent waiting above which the disk decides
 _MEMORY = 0.9  # of that share, and of the time per token
-_FIRST, _EVERY, _MOST_EVERY = 16, 64, 1024  # passes before a trial
+_EVERY, _MOST_EVERY = 64, 1024  # passes before a trial
 _TRIAL, _SETTLE = 16, 4  # passes of a trial; in the first ones the cache still changes
 _GAIN = 0.97  # of the time per token, which the other way must reach
 _FAR, _SURE = 1.25, 4  # times the time, after so many counted passes, ends a trial
+_TURN = 256  # tokens after which the next request decodes, and prompts may begin
 
 
 class GroupGate:
@@ -28,18 +33,31 @@ class GroupGate:
         self._waits = 0.0  # decayed share of the time
         self._seconds: dict[bool, float] = {}  # per token, by way
         self._trial: list[float] | None = None  # seconds per token of its passes
-        self._left, self._every = _FIRST, _EVERY
+        self._left, self._every = _EVERY, _EVERY
 
     @property
     def bound(self) -> bool:
         """True while the disk decides how long a pass takes."""
         return self._waits > _BOUND
 
-    def size(self, requests: int) -> int:
-        """Return how many of the requests, the oldest first, share the next pass."""
-        if not self.bound:
-            return requests
-        return requests if self.together != (self._trial is not None) else min(1, requests)
+    @property
+    def alone(self) -> bool:
+        """True if the next pass is to have one row."""
+        return self.bound and self.together == (self._trial is not None)
+
+    def group(self, deciding: Sequence[Running]) -> list[Running]:
+        """Return the requests of the next pass, from those that have a token; oldest first."""
+        if self.alone and deciding:
+            return [min(deciding, key=_turns)]
+        return list(deciding)
+
+    def admitted(
+        self, running: Sequence[Running], deciding: Sequence[Running]
+    ) -> Sequence[Running]:
+        """Return the requests whose prompts may be computed now, and all others that have one."""
+        if not (self.alone and deciding) or min(map(_turns, deciding)) > 0:
+            return running
+        return [one for one in running if one.prefilled or one.request.embed]
 
     def passed(self, rows: int, requests: int, seconds: float, waited: float) -> None:
         """Count a pass of `rows` of the requests; waited: the part without work to compute."""
@@ -73,3 +91,7 @@ class GroupGate:
         else:
             self._every = min(2 * self._every, _MOST_EVERY)
         self._left = self._every
+
+
+def _turns(one: Running) -> int:
+    return len(one.answer.tokens) // _TURN

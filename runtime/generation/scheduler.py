@@ -131,12 +131,12 @@ class Scheduler:
         for one in list(self._running):
             if one.request.stopped():
                 self._end(one, "cancelled")
-        if shares := window(self._running, self._engine.window):
-            self._prefill(shares)
         deciding = [one for one in self._running if one.answer.tokens and one.logits is None]
-        group = deciding[: self._groups.size(len(deciding))]
+        if shares := window(self._groups.admitted(self._running, deciding), self._engine.window):
+            self._prefill(shares)
+        group = self._groups.group(deciding)
         if group and not (len(self._running) == 1 and self._checked(group[0])):
-            self._decode(group, len(deciding))
+            self._decode(group, len(self._running))
         self._choose()
 
     def cancel(self, request: Request) -> None:

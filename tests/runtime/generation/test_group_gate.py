@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-
-import pytest
+from types import SimpleNamespace
+from typing import cast
 
 from moeinf.runtime.generation.group_gate import GroupGate
+from moeinf.runtime.generation.in_flight import Running
 
 USERS = 4
 
@@ -15,7 +16,7 @@ def run(gate: GroupGate, passes: int, seconds: Callable[[int], float], wait: flo
     """Return the rows of each pass. seconds: of a pass, by rows; wait: the share of it."""
     used = []
     for _ in range(passes):
-        rows = gate.size(USERS)
+        rows = 1 if gate.alone else USERS
         used.append(rows)
         gate.passed(rows, USERS, seconds(rows), wait * seconds(rows))
     return used
@@ -54,8 +55,8 @@ def test_together_where_that_is_faster() -> None:
 
 
 def test_a_bad_trial_ends_early() -> None:
-    used = run(GroupGate(), 60, lambda rows: rows**2, wait=0.5)
-    assert used == [USERS] * 2 + [1] * 15 + [USERS] * 8 + [1] * 35
+    used = run(GroupGate(), 120, lambda rows: rows**2, wait=0.5)
+    assert used == [USERS] * 2 + [1] * 63 + [USERS] * 8 + [1] * 47
 
 
 def test_changes_when_the_workload_does() -> None:
@@ -69,9 +70,31 @@ def test_changes_when_the_workload_does() -> None:
     assert run(gate, 60, slower_together, wait=0.0)[-1] == USERS  # all experts are in memory now
 
 
-@pytest.mark.parametrize("requests", [0, 1])
-def test_few_requests_are_never_held_back(requests: int) -> None:
+def test_one_request_is_never_held_back() -> None:
     gate = GroupGate()
     for _ in range(300):
-        assert gate.size(requests) == requests
-        gate.passed(1, requests, 1.0, 0.5)
+        assert gate.group([]) == []
+        gate.passed(1, 1, 1.0, 0.5)
+        assert gate.group([one := request(9)]) == [one]
+
+
+def request(tokens: int, *, prefilled: bool = True, embed: bool = False) -> Running:
+    """Return a stand-in with what the gate reads."""
+    answer, asked = SimpleNamespace(tokens=range(tokens)), SimpleNamespace(embed=embed)
+    return cast(Running, SimpleNamespace(answer=answer, request=asked, prefilled=prefilled))
+
+
+def test_turns() -> None:
+    """A request decodes 256 tokens before the next; prompts wait for the first turns only."""
+    gate = GroupGate()
+    gate.passed(1, 2, 1.0, 0.9)
+    assert gate.alone
+    old, young, waiting = request(255), request(3), request(0, prefilled=False)
+    text = request(0, prefilled=False, embed=True)
+    everyone = [old, young, waiting, text]
+    assert gate.group([old, young]) == [old]
+    assert gate.group([request(256), young]) == [young]
+    assert gate.group([longer := request(300), request(513)]) == [longer]
+    assert gate.admitted(everyone, [old, young]) == [old, young, text]
+    assert gate.admitted(everyone, [longer]) == everyone
+    assert gate.admitted([waiting, text], []) == [waiting, text]
