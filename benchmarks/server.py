@@ -32,6 +32,7 @@ from urllib.request import Request, urlopen
 
 from benchmarks.calibrated import named
 from benchmarks.demo import prompts
+from benchmarks.long_prompt import on_slow_drive
 from benchmarks.models import RaceModel
 from benchmarks.shapes import SHAPES, shape
 from moeinf.cli.commands.models.pull import ensure
@@ -187,6 +188,8 @@ def _spread(ratios: Sequence[float]) -> Result:
 
 def main() -> None:
     o = _options()
+    if on_slow_drive("benchmarks.server", o.drive):
+        return
     if o.what == "start":
         found = start(o.rounds)
     else:
@@ -219,6 +222,7 @@ def _options() -> argparse.Namespace:
         "--clients", type=lambda t: [int(n) for n in t.split(",")], default=[1, 2, 4]
     )
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--drive", help="bytes per second that the drive is limited to: 500MB")
     parser.add_argument("--cache", type=Path, default=cache, help="may be deleted")
     return parser.parse_args()
 

@@ -53,6 +53,17 @@ def _duration(text: str) -> float:
         raise typer.BadParameter(str(error).removeprefix("keep_alive: ")) from error
 
 
+_AUTO_THREADS = 0  # what `--threads auto` becomes
+
+
+def _threads(text: str) -> int:
+    if text == "auto":
+        return _AUTO_THREADS
+    if text.isdecimal() and 1 <= int(text) <= MAX_COMPUTE_THREADS:
+        return int(text)
+    raise typer.BadParameter(f"{text!r} is neither auto nor from 1 to {MAX_COMPUTE_THREADS}")
+
+
 def _device(text: str) -> Wanted:
     for name in WANTED:
         if text == name:
@@ -261,7 +272,12 @@ Target = Annotated[
 ]
 Threads = Annotated[
     int | None,
-    typer.Option(min=1, max=MAX_COMPUTE_THREADS, help="Threads that compute.", show_default=False),
+    typer.Option(
+        parser=_threads,
+        metavar="N|auto",
+        help="Threads that compute; auto tries fewer while it decodes, and keeps the fastest.",
+        show_default=False,
+    ),
 ]
 NoTrace = Annotated[
     bool,
@@ -309,7 +325,8 @@ def engine_config(
         memory=memory or settings.memory,
         context=context,
         policy=policy,
-        threads=threads,
+        threads=threads or None,
+        tune_threads=threads == _AUTO_THREADS,
         trace=trace,
         device=device,
         device_memory=device_memory,

@@ -257,6 +257,7 @@ class EngineConfig:
     context    tokens of KV cache; None: the model's usual context, if the plan has room for it
     readers    reads in flight, and direct_io whether they bypass the page cache; None: the
                measured best
+    tune_threads  try fewer of the threads while decoding, and keep the fastest number
     parallel   requests that decode together, each with a KV cache of its own
     trace      True: add the routing to the model's EAMC; False: record nothing
     device     the processor that computes experts, device_memory the part of its memory to use
@@ -285,6 +286,7 @@ class EngineConfig:
     readers: int | None = None
     direct_io: bool | None = None
     threads: int | None = None
+    tune_threads: bool = False
     parallel: int = 1
     trace: bool = True
     device: Wanted = "auto"

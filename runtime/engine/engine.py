@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -20,8 +19,8 @@ from moeinf.models.seq2seq.encoder_decoder import EncoderDecoder
 from moeinf.native import DeviceError
 from moeinf.offload.gpu_tier.layer_runner import OutOfMemory
 from moeinf.offload.routing.trace import Recording
-from moeinf.offload.store.compute import MOST_ROWS
 from moeinf.runtime.config import PREFILL_CHUNK, EngineConfig, Settings
+from moeinf.runtime.engine.compute_threads import ComputeThreads
 from moeinf.runtime.engine.info import EngineInfo
 from moeinf.runtime.engine.loader import LoadedModel
 from moeinf.runtime.engine.memory_watch import MemoryWatch
@@ -75,6 +74,7 @@ class Engine:
         prefixes: PrefixCache | None,
         tracing: RequestTracing,
         notes: Notes,
+        tune_threads: bool,
         opened: ExitStack,
     ) -> None:
         """Take the opened parts. opened: closes all the others."""
@@ -84,6 +84,12 @@ class Engine:
         self._weights, self.prefixes, self._opened = weights, prefixes, opened
         fixed = "" if tiers.gpu is None else "the memory of experts is fixed while a GPU uses it"
         self.memory = MovingMemory(info.slots, self._resize, notes.append, fixed)
+        self._threads = ComputeThreads(
+            info.threads,
+            in_torch=info.format == "F32",
+            tuned=tune_threads and tiers.gpu is None,
+            waited=lambda: self.store.stats.stall_seconds,
+        )
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -144,8 +150,9 @@ class Engine:
                 Library(settings).used(manifest.model)
             eamc = None if config.cache_aware else tiers.eamc  # a lossy choice is not the model's
             tracing = RequestTracing(tiers.store, manifest, eamc, plan.notes)
+            tune = config.tune_threads
             engine = cls(
-                info, text, tiers, weights, prefixes, tracing, plan.notes, opened.pop_all()
+                info, text, tiers, weights, prefixes, tracing, plan.notes, tune, opened.pop_all()
             )
         plan.registration.publish(partial(figures, lambda: engine.info, tiers.store, expires_at))
         if config.memory is None:
@@ -201,8 +208,8 @@ class Engine:
         """Read a whole source; the state holds no other tokens afterwards. Raises Stopped."""
         model = self.model
         assert isinstance(model, EncoderDecoder)
-        self._give_torch_threads(len(ids))
-        self._with_memory(lambda: model.encode(ids, state, self.tracing.experts))
+        with self._threads.of(len(ids)):
+            self._with_memory(lambda: model.encode(ids, state, self.tracing.experts))
 
     def extend(self, state: State, ids: Sequence[int]) -> NDArray[np.float32]:
         """Append ids to the state and return the logits [vocab] after the last one.
@@ -224,12 +231,12 @@ class Engine:
         `extend`.
         """
         rows = sum(len(ids) for _, ids in texts)
-        self._give_torch_threads(rows)
         piece = PREFILL_CHUNK if self.window > PREFILL_CHUNK else None
         batch = [(ids, state) for state, ids in texts]
-        logits = self._with_memory(
-            lambda: self.model.extend(batch, self.tracing.experts, piece=piece)
-        )
+        with self._threads.of(rows):
+            logits = self._with_memory(
+                lambda: self.model.extend(batch, self.tracing.experts, piece=piece)
+            )
         if self.gpu is not None and rows > len(texts):
             self.gpu.promise.look()  # a prefill needs the most device memory
         values: NDArray[np.float32] = logits.numpy()
@@ -240,17 +247,17 @@ class Engine:
 
         At most PREFILL_CHUNK ids. Raises like `extend`.
         """
-        self._give_torch_threads(len(ids))
-        found = self._with_memory(
-            lambda: self.model.extend([(ids, state)], self.tracing.experts, "states")
-        )
+        with self._threads.of(len(ids)):
+            found = self._with_memory(
+                lambda: self.model.extend([(ids, state)], self.tracing.experts, "states")
+            )
         values: NDArray[np.float32] = found.numpy()
         return values
 
     def all_logits(self, state: State, ids: Sequence[int]) -> Tensor:
         """Append one chunk of ids and return the logits after each: [T, vocab]. See `states`."""
-        self._give_torch_threads(len(ids))
-        return self._with_memory(lambda: self.model.extend([(ids, state)], self.store, "all"))
+        with self._threads.of(len(ids)):
+            return self._with_memory(lambda: self.model.extend([(ids, state)], self.store, "all"))
 
     @property
     def batches(self) -> bool:
@@ -268,13 +275,13 @@ class Engine:
     def check(self, state: State, ids: Sequence[int], accept: Callable[[Tensor], int]) -> None:
         """Append the first of several drafted tokens to a state with history, in one pass.
 
-        accept: see models.base.Model.extend. Up to MOST_ROWS ids, where `info.drafts`. Raises like
-        `extend`, and what `accept` raises; the state is then as it was.
+        accept: see models.base.Model.extend. At most store.compute.MOST_ROWS ids, if `info.drafts`.
+        Raises like `extend`, and what `accept` raises; the state is then as it was.
         """
-        self._give_torch_threads(len(ids))
-        self._with_memory(
-            lambda: self.model.extend([(ids, state)], self.tracing.experts, accept=accept)
-        )
+        with self._threads.of(len(ids)):
+            self._with_memory(
+                lambda: self.model.extend([(ids, state)], self.tracing.experts, accept=accept)
+            )
 
     @device_faults()
     def _with_memory(self, compute: Callable[[], Result]) -> Result:
@@ -300,16 +307,6 @@ class Engine:
             except scarce:
                 break
         raise OutOfMemory(f"no device memory is left for a pass: {words}")
-
-    def _give_torch_threads(self, rows: int) -> None:
-        """Give torch one thread where the native kernels compute: for few rows.
-
-        Its threads would spin beside theirs. In float32 torch does all the work.
-        """
-        alone = rows <= MOST_ROWS and self.info.format != "F32"
-        wanted = 1 if alone else self.info.threads
-        if torch.get_num_threads() != wanted:
-            torch.set_num_threads(wanted)
 
     def begin_request(self, state: State) -> int:
         """Give the following rows of `state` to a new request; return its number."""

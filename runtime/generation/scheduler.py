@@ -5,10 +5,11 @@
               grammar)
 
 A round is one window of prefill, if prompts wait, and one decode pass of all that answer. So
-shared experts are loaded once. While a request decodes, a window is one chunk: it waits no longer.
-Otherwise a window is several chunks, of all prompts that wait, and reads absent experts once
-(windows.py). A request gets bit for bit the same result as alone, with any tag. Each chunk of a
-window is computed alone. Rows of a decode pass do not depend on each other, except with the tag
+shared experts are loaded once. Where passes wait for the disk, requests decode one after the other
+if that is faster (group_gate.py). While a request decodes, a window is one chunk: it waits no
+longer. Otherwise a window is several chunks, of all prompts that wait, and reads absent experts
+once (windows.py). A request gets bit for bit the same result as alone, with any tag. Each chunk of
+a window is computed alone. Rows of a decode pass do not depend on each other, except with the tag
 f32, which is not batched: torch's products have other bits for other numbers of rows. (On a GPU
 this is also true of torch's float32 products of the other tags.)
 
@@ -41,6 +42,7 @@ from moeinf.runtime.config import PREFILL_CHUNK
 from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.generation.answer import Answer
 from moeinf.runtime.generation.events import Ended, Failed, Piece, Request, Vector
+from moeinf.runtime.generation.group_gate import GroupGate
 from moeinf.runtime.generation.in_flight import (
     Place,
     Prepared,
@@ -80,7 +82,7 @@ class Scheduler:
         self._running: list[Running] = []
         self.closing: Exception | None = None  # the error for requests that were stopped, if set
         self.lost: Exception | None = None  # the error after which the engine's GPU is unusable
-        self._speculation = Speculation(engine)
+        self._speculation, self._groups = Speculation(engine), GroupGate()
         self.tokens = 0  # decoded
         self.prompt_tokens = self.reused_tokens = 0
 
@@ -129,11 +131,12 @@ class Scheduler:
         for one in list(self._running):
             if one.request.stopped():
                 self._end(one, "cancelled")
-        if shares := window(self._running, self._engine.window):
-            self._prefill(shares)
         deciding = [one for one in self._running if one.answer.tokens and one.logits is None]
-        if deciding and not (len(self._running) == 1 and self._checked(deciding[0])):
-            self._decode(deciding)
+        if shares := window(self._groups.admitted(self._running, deciding), self._engine.window):
+            self._prefill(shares)
+        group = self._groups.group(deciding)
+        if group and not (len(self._running) == 1 and self._checked(group[0])):
+            self._decode(group, len(self._running))
         self._choose()
 
     def cancel(self, request: Request) -> None:
@@ -272,12 +275,12 @@ class Scheduler:
         states: NDArray[np.float64] = rows.sum(axis=0, dtype=np.float64)
         one.states = states if one.states is None else one.states + states
 
-    def _decode(self, group: list[Running]) -> None:
-        """Run one pass of all; one by one if rows interact, or if a read fails."""
+    def _decode(self, group: list[Running], requests: int) -> None:
+        """Run a pass of some of the requests; one by one if rows interact, or if a read fails."""
         engine = self._engine
         if len(group) > 1 and not engine.batches:
             for one in group:
-                self._decode([one])
+                self._decode([one], requests)
             return
         stopped = group[0].request.stopped  # asked at every layer
         if len(group) > 1:
@@ -294,15 +297,17 @@ class Scheduler:
                 self._fail(group[0], error)
                 return
             for one in group:
-                self._decode([one])
+                self._decode([one], requests)
             return
         except Exception as error:
             for one in group:
                 self._fail(one, error)
             return
         spent = time.perf_counter() - start
+        waited = engine.store.stats.stall_seconds - waited
+        self._groups.passed(len(group), requests, spent, waited)
         if len(group) == 1:
-            self._speculation.gate.passed(spent, engine.store.stats.stall_seconds - waited)
+            self._speculation.gate.passed(spent, waited)
         for number, one in enumerate(group):
             one.logits = logits[number]
             one.decode_seconds += spent

@@ -8,6 +8,9 @@ that it did not name.
     <tool_call>NAME<arg_key>P</arg_key><arg_value>V</arg_value></tool_call>                 GLM-4.5
     <|tool_call|>[{…}]   and   [TOOL_CALLS][{…}]                             Granite 3.1, Mistral
     <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>…<｜tool▁sep｜>…<｜tool▁calls▁end｜>         DeepSeek
+    <|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0…                     Kimi-K2
+    <minimax:tool_call><invoke name="NAME"><parameter name="P">V</parameter>…         MiniMax-M2
+    <|tool_call_start|>[NAME(P=V)]<|tool_call_end|>                                       LFM2
 """
 
 from __future__ import annotations
@@ -15,11 +18,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from moeinf.runtime.text.reasoning import is_harmony
-from moeinf.runtime.text.tool_values import Unfinished, load_json, load_value
+from moeinf.runtime.text.tool_values import Unfinished, load_calls, load_json, load_value
 
 Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "description", "parameters"}}
 
@@ -39,6 +42,7 @@ class Call:
 class Format:
     """A format of calls. close "": a call ends with the answer.
 
+    known_by: words of a template that teaches it; "": `open`.
     read: the text between the marks → calls; [] if it is something else. Raises Unfinished. write:
     a tool's name → the text before and after its arguments in JSON, marks included. It is not valid
     in templates that contain one of the words of `unless`.
@@ -51,6 +55,7 @@ class Format:
     unless: tuple[str, ...] = ()
     bare: Format | None = None  # the start of a call without `open`; `close` may follow
     id_length: int = 0  # of the ids that the template requires; 0: any
+    known_by: str = ""
 
 
 def knows_tools(template: str | None) -> bool:
@@ -71,7 +76,8 @@ def format_of(template: str | None) -> Format | None:
         (
             form
             for form in FORMATS
-            if form.open in template and (form.bare is None or form.bare.open in template)
+            if (form.known_by or form.open) in template
+            and (form.bare is None or form.bare.open in template)
         ),
         None,
     )
@@ -156,13 +162,17 @@ def _keys(body: str, tools: Sequence[Tool]) -> list[Call]:
 
 def _typed(name: str, text: str, pair: re.Pattern[str], tools: Sequence[Tool]) -> list[Call]:
     """Read untyped arguments by the types of the tool's schema."""
+    return [] if pair.sub("", text).strip() else _of_types(name, pair.findall(text), tools)
+
+
+def _of_types(name: str, pairs: Sequence[tuple[str, str]], tools: Sequence[Tool]) -> list[Call]:
     tool = _offered(name.strip(), tools)
-    if tool is None or pair.sub("", text).strip():
+    if tool is None:
         return []
     parameters = tool.get("parameters")
     schemas = parameters.get("properties") if isinstance(parameters, Mapping) else None
     arguments = {}
-    for key, value in pair.findall(text):
+    for key, value in pairs:
         schema = schemas.get(key.strip()) if isinstance(schemas, Mapping) else None
         arguments[key.strip()] = load_value(value, schema, parameters)
     return [Call(name.strip(), arguments)]
@@ -181,6 +191,64 @@ def _deepseek(body: str, tools: Sequence[Tool]) -> list[Call]:
             after = after.strip().removeprefix("```json").removesuffix("```")
         found.append(call_of(before.strip(), after, tools))
     return _all(found)
+
+
+_KIMI_CALL, _KIMI_END = "<|tool_call_begin|>", "<|tool_call_end|>"
+_KIMI_ARGUMENTS = "<|tool_call_argument_begin|>"
+_KIMI_NAME = re.compile(r"(?:functions\.)?(.+?)(?::[0-9]+)?", re.DOTALL)
+
+
+def _kimi(body: str, tools: Sequence[Tool]) -> list[Call]:
+    """Parse Kimi's calls: a name with a number, and JSON."""
+    found = []
+    for part in body.split(_KIMI_CALL)[1:]:
+        before, _, after = part.partition(_KIMI_ARGUMENTS)
+        name = _KIMI_NAME.fullmatch(before.strip())
+        arguments = after.rpartition(_KIMI_END)[0] if _KIMI_END in after else after
+        found.append(None if name is None else call_of(name[1], arguments, tools))
+    return _all(found)
+
+
+_INVOKE, _NAMED = '<invoke name="', '<parameter name="'
+
+
+def _invoked(body: str, tools: Sequence[Tool]) -> list[Call]:
+    """Parse MiniMax's calls: elements with a name. Raises Unfinished."""
+    first, *parts = body.split(_INVOKE)
+    if first.strip() or not parts:
+        return []
+    if not parts[-1].rstrip().endswith("</invoke>"):
+        raise Unfinished("</invoke> is missing")
+    calls: list[Call | None] = []
+    for part in parts:
+        name, mark, rest = part.rstrip().partition('">')
+        if not mark or not rest.endswith("</invoke>"):
+            return []
+        space, *values = rest.removesuffix("</invoke>").split(_NAMED)
+        pairs = [_pair(value.rstrip()) for value in values]
+        known = [pair for pair in pairs if pair is not None]
+        if space.strip() or len(known) < len(pairs):
+            return []
+        calls += _of_types(name, known, tools) or [None]
+    return _all(calls)
+
+
+def _pair(text: str) -> tuple[str, str] | None:
+    """Return the name and the value of `NAME">VALUE</parameter>`."""
+    name, mark, value = text.partition('">')
+    if not mark or not value.endswith("</parameter>"):
+        return None
+    return name, value.removesuffix("</parameter>")
+
+
+def _python(body: str, tools: Sequence[Tool]) -> list[Call]:
+    try:
+        found = load_calls(body)
+    except Unfinished:
+        raise
+    except ValueError:
+        return []
+    return _all([_checked({"name": n, "arguments": a}, tools) for n, a in found])
 
 
 def _checked(said: Any, tools: Sequence[Tool]) -> Call | None:
@@ -224,6 +292,12 @@ def _between(open: str, close: str) -> Callable[[str], tuple[str, str]]:
     return write
 
 
+def _kimi_between(name: str) -> tuple[str, str]:
+    before = f"<|tool_calls_section_begin|>{_KIMI_CALL}functions.{name}:0{_KIMI_ARGUMENTS}"
+    return before, f"{_KIMI_END}<|tool_calls_section_end|>"
+
+
+_LFM2 = Format("<|tool_call_start|>", "<|tool_call_end|>", _python)
 FORMATS = (
     Format("<tool_call>", "</tool_call>", _tagged, bare=Format("<function=", "</function>", _bare)),
     Format(
@@ -233,7 +307,11 @@ FORMATS = (
         _between("<tool_call>\n", "\n</tool_call>"),
         unless=("<arg_key>",),
     ),
+    Format("<minimax:tool_call>", "</minimax:tool_call>", _invoked),
     Format("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", _deepseek),
+    Format("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", _kimi, _kimi_between),
+    _LFM2,
+    replace(_LFM2, known_by="<|tool_list_start|>"),  # a template without earlier calls
     Format("<|tool_call|>", "", _json, _between("<|tool_call|>[", "]")),
     Format("[TOOL_CALLS]", "", _json, _between("[TOOL_CALLS][", "]"), id_length=9),
 )

@@ -14,12 +14,16 @@ from typing import Any, NoReturn
 
 _MOST_NODES = 64  # of a parameter's schema; deeper parts are ignored
 _NULLS = ("null", "None")
+_CALL = re.compile(r"\s*([A-Za-z_][\w.-]*)\s*\(")
+_KEY = re.compile(r"\s*([A-Za-z_]\w*)\s*=")
+_END, _COMMA, _LAST = re.compile(r"\s*\)"), re.compile(r"\s*,"), re.compile(r"\s*\Z")
+_LAST_OF_LIST = re.compile(r"\s*\]\Z")
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 _ESCAPE = re.compile(
     r"\\(?:([\\'\"nrt])|x([0-9a-f]{2})|u([0-9a-f]{4})|U(000[0-9a-f]{5}|0010[0-9a-f]{4}))"
 )
 _PYTHON = re.compile(
-    r"(?P<space>\s+)|(?P<mark>[\[\]{},:])|(?P<word>True|False|None)\b"
+    r"(?P<space>\s+)|(?P<mark>[\[\]{},:])|(?P<word>True|False|None|true|false|null)\b"
     r"|(?P<number>-?[0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)(?![\w.])"
     r"|(?P<text>'(?:[^'\\\n]|\\.)*'|\"(?:[^\"\\\n]|\\.)*\")"
 )
@@ -64,6 +68,47 @@ def load_value(text: str, schema: Any, parameters: Any) -> Any:
     with suppress(ValueError):
         return load_json(_json_of_python(text))
     return text
+
+
+def load_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
+    """Parse `[f(a=1, b='x'), g()]`: Python calls with named arguments, which are literals.
+
+    Raises Unfinished if the text ends inside a string, ValueError for anything else.
+    """
+    text = text.strip()
+    at = 1 if text.startswith("[") else 0
+    last, calls = _LAST_OF_LIST if at else _LAST, []
+    while True:
+        begin = _CALL.match(text, at)
+        if begin is None:
+            raise ValueError("not a call")
+        found, at = _arguments(text, begin.end())
+        calls.append((begin[1], load_json(found)))
+        if last.match(text, at):
+            return calls
+        comma = _COMMA.match(text, at)
+        if comma is None:
+            raise ValueError("not a list of calls")
+        at = comma.end()
+
+
+def _arguments(text: str, at: int) -> tuple[str, int]:
+    """Return the JSON of named arguments, and the place behind their closing bracket."""
+    found, depth, key = ["{"], 0, True
+    while at < len(text):
+        name = _KEY.match(text, at) if not depth and key else None
+        if name is not None:
+            found.append(f"{json.dumps(name[1])}:")
+            at, key = name.end(), False
+            continue
+        if not depth and (end := _END.match(text, at)) is not None:
+            return "".join([*found, "}"]), end.end()
+        word, size = _token(text, at)
+        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(word, 0)
+        key = not depth and word == ","
+        found.append(word)
+        at += size
+    raise Unfinished("the call has no end")
 
 
 def _no_number(name: str) -> NoReturn:
@@ -113,17 +158,25 @@ def _json_of_python(text: str) -> str:
         raise ValueError("a string")
     found, at = [], 0
     while at < len(text):
-        token = _PYTHON.match(text, at)
-        if token is None:
-            raise ValueError("not a literal")
-        at = token.end()
-        kind, word = token.lastgroup, token[0]
-        if kind == "word":
-            word = _WORDS[word]
-        elif kind == "text":
-            word = json.dumps(_ESCAPE.sub(_character, word[1:-1]))
+        word, size = _token(text, at)
         found.append(word)
+        at += size
     return "".join(found)
+
+
+def _token(text: str, at: int) -> tuple[str, int]:
+    """Return the JSON of the token of a Python literal at a place, and its length there."""
+    token = _PYTHON.match(text, at)
+    if token is None:
+        if text[at] in "'\"":
+            raise Unfinished("a string has no end")
+        raise ValueError("not a literal")
+    kind, word = token.lastgroup, token[0]
+    if kind == "word":
+        word = _WORDS.get(word, word)
+    elif kind == "text":
+        word = json.dumps(_ESCAPE.sub(_character, word[1:-1]))
+    return word, len(token[0])
 
 
 def _character(escape: re.Match[str]) -> str:

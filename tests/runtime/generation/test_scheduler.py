@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from moeinf.runtime.config import PREFILL_CHUNK
 from moeinf.runtime.generation.chat import Conversation
 from moeinf.runtime.generation.events import Ended, Event, Failed, Request
+from moeinf.runtime.generation.group_gate import GroupGate
 from moeinf.runtime.generation.in_flight import shared_tokens
 from moeinf.runtime.generation.scheduler import Scheduler
 from moeinf.runtime.requests import Limits, SamplingOptions
@@ -33,6 +36,10 @@ LONG = [16 + place % 200 for place in range(PREFILL_CHUNK + 40)]
 )
 def test_shared_tokens(reusable: list[int], prompt: list[int], step: int, expected: int) -> None:
     assert shared_tokens(reusable, prompt, step) == expected
+
+
+def prepared(prompt: list[int]) -> Callable[[object], list[int]]:
+    return lambda _: prompt
 
 
 def answer(scheduler: Scheduler, prompt: list[int], **about: object) -> Ended:
@@ -95,6 +102,35 @@ def test_an_answer_that_is_left_early(open_engine: Open) -> None:
     assert (one.finish_reason, len(one.tokens), one.text) == ("interrupted", len(said), said)
     talk.clear()
     assert "".join(talk.ask("17+25=", GREEDY, Limits())) == "42"
+
+
+def test_requests_that_decode_one_after_the_other(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They end in their order, with the tokens that they have together."""
+    engine = open_engine(memory="20%", parallel=3)
+    endless(engine)
+
+    def answers() -> list[tuple[int, tuple[int, ...]]]:
+        scheduler, ended = Scheduler(engine, 3), []
+        for number in range(3):
+            events: list[Event] = []
+            about = prepared(LONG[number : number + 9]), GREEDY, Limits(6), events.append
+            scheduler.begin(Request(*about))
+            ended.append((number, events))
+        left, order = list(ended), []
+        while left:
+            scheduler.round()
+            for number, events in list(left):
+                if events and isinstance(last := events[-1], Ended):
+                    order.append((number, last.token_ids))
+                    left.remove((number, events))
+        return order
+
+    together = answers()
+    monkeypatch.setattr(GroupGate, "alone", True)
+    assert answers() == together
+    assert [number for number, _ in together] == [0, 1, 2]
 
 
 def test_no_token_no_pass(open_engine: Open) -> None:

@@ -38,6 +38,13 @@ MISTRAL = "{% if tools %}[TOOL_CALLS]{% endif %}"
 GRANITE = "{%- if tools %}<|tool_call|>{% endif %}"
 DEEPSEEK = "{% for tool in tools %}<｜tool▁calls▁begin｜>{% endfor %}"
 HARMONY = "{% if tools %}<|channel|>x<|message|>{% endif %}"
+MINIMAX = "{%- if tools -%}<minimax:tool_call>{% endif %}"
+KIMI = "{%- if tools -%}x{% endif %}<|tool_calls_section_begin|>"
+LFM2 = "{%- if tools -%}<|tool_list_start|>{% endif %}"
+LFM2_5 = "{%- if tools -%}x{% endif %}<|tool_call_start|>"
+
+
+ALL_TEMPLATES = [TAGS, CODER, MISTRAL, GRANITE, DEEPSEEK, HARMONY, MINIMAX, KIMI, LFM2, LFM2_5]
 
 
 def hear(template: str, text: str, size: int = 1000, tools: Any = TOOLS) -> list[Any]:
@@ -231,6 +238,69 @@ CASES: list[tuple[str, str, list[Any]]] = [
         [Call("now", {}), answer("Done to=functions.now")],
     ),
     (HARMONY, "<|channel|>commentary to=functions.rm<|message|>{}", [answer("{}")]),
+    # MiniMax-M2
+    (
+        MINIMAX,
+        'Add.\n<minimax:tool_call>\n<invoke name="add">\n<parameter name="a">12</parameter>\n'
+        '<parameter name="note">12\n</parameter>\n<parameter name="list">["x"]</parameter>\n'
+        '</invoke>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>',
+        [answer("Add."), Call("add", {"a": 12, "note": "12\n", "list": ["x"]}), Call("now", {})],
+    ),
+    (
+        MINIMAX,
+        '<minimax:tool_call><invoke name="add"><parameter name="note"></minimax:tool_call>'
+        "</invoke> b</parameter></invoke></minimax:tool_call>",
+        [Call("add", {"note": "</minimax:tool_call></invoke> b"})],
+    ),
+    (MINIMAX, '<minimax:tool_call><invoke name="rm"></invoke></minimax:tool_call>', None),
+    (MINIMAX, '<minimax:tool_call><invoke name="now">x</invoke></minimax:tool_call>', None),
+    (MINIMAX, "<minimax:tool_call>x</minimax:tool_call>", None),
+    (MINIMAX, '<minimax:tool_call><invoke name="now', None),
+    # Kimi-K2
+    (
+        KIMI,
+        "Add.<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0"
+        '<|tool_call_argument_begin|>{"note": "<|tool_call_end|>"}<|tool_call_end|>'
+        "<|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
+        "<|tool_calls_section_end|>",
+        [answer("Add."), Call("add", {"note": "<|tool_call_end|>"}), Call("now", {})],
+    ),
+    (
+        KIMI,
+        "<|tool_calls_section_begin|><|tool_call_begin|>add<|tool_call_argument_begin|>"
+        '{"a": 1}',  # the answer ends within the section
+        [ADD],
+    ),
+    (
+        KIMI,
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.rm:0<|tool_call_argument_begin|>"
+        "{}<|tool_call_end|><|tool_calls_section_end|>",
+        None,
+    ),
+    (KIMI, "<|tool_calls_section_begin|><|tool_calls_section_end|>", None),
+    # LFM2
+    (
+        LFM2,
+        "<|tool_call_start|>[add(a=1, b=-2.5, note='it\\'s', list=[\"x\", {'y': None}]), now()]"
+        "<|tool_call_end|>Adding.",
+        [
+            Call("add", {"a": 1, "b": -2.5, "note": "it's", "list": ["x", {"y": None}]}),
+            Call("now", {}),
+            answer("Adding."),
+        ],
+    ),
+    (
+        LFM2_5,
+        "<|tool_call_start|>[add(note='<|tool_call_end|>, a=2)', maybe=true)]<|tool_call_end|>",
+        [Call("add", {"note": "<|tool_call_end|>, a=2)", "maybe": True})],
+    ),
+    (LFM2, "<|tool_call_start|>[rm(a=1)]<|tool_call_end|>", None),
+    (LFM2, "<|tool_call_start|>[add(1)]<|tool_call_end|>", None),
+    (LFM2, "<|tool_call_start|>[add(a=1,)]<|tool_call_end|>", None),
+    (LFM2, "<|tool_call_start|>[add(a=1) now()]<|tool_call_end|>", None),
+    (LFM2, "<|tool_call_start|>[add(a=open('x'))]<|tool_call_end|>", None),
+    (LFM2, f"<|tool_call_start|>[add(list={'[' * 100_000}", None),
+    (LFM2, "<|tool_call_start|>[]<|tool_call_end|>", None),
 ]
 
 
@@ -259,11 +329,14 @@ def test_without_tools_marks_are_text() -> None:
              "</think>", "<function=add>", "</function>", "<arg_key>", "</arg_value>", "x", '"',
              "<arg_value>", "add", "[TOOL_CALLS]", "<|channel|>", "<|message|>", "<|call|>", " to=",
              "<function=now>", "<parameter=a>", "</parameter>", "functions.add", "commentary",
-             "final"]
+             "final", "<minimax:tool_call>", "</minimax:tool_call>", '<invoke name="now">',
+             "</invoke>", "<|tool_calls_section_begin|>", "<|tool_call_begin|>", "{}",
+             "<|tool_call_argument_begin|>", "<|tool_calls_section_end|>", "<|tool_call_start|>",
+             "[now()", "]", "<|tool_call_end|>"]
         ),
         max_size=30,
     ),
-    st.sampled_from([TAGS, CODER, MISTRAL, HARMONY]),
+    st.sampled_from([TAGS, CODER, MISTRAL, HARMONY, MINIMAX, KIMI, LFM2]),
     st.integers(1, 9),
 )  # fmt: skip
 def test_any_text_is_heard_the_same_in_pieces(words: list[str], template: str, size: int) -> None:
@@ -271,7 +344,7 @@ def test_any_text_is_heard_the_same_in_pieces(words: list[str], template: str, s
     assert hear(template, text, size) == hear(template, text)
 
 
-@pytest.mark.parametrize("template", [TAGS, CODER, MISTRAL, GRANITE, DEEPSEEK, HARMONY])
+@pytest.mark.parametrize("template", ALL_TEMPLATES)
 def test_templates_that_know_tools(template: str) -> None:
     assert knows_tools(template)
 
