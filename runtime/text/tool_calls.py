@@ -7,6 +7,7 @@ that it did not name.
     <tool_call><function=NAME><parameter=P>V</parameter></function></tool_call>   Qwen3-Coder, 3.5
     <tool_call>NAME<arg_key>P</arg_key><arg_value>V</arg_value></tool_call>                 GLM-4.5
     <|tool_call|>[{…}]   and   [TOOL_CALLS][{…}]                             Granite 3.1, Mistral
+    <|tool_call>call:NAME{P:V,P:<|"|>TEXT<|"|>}<tool_call|>                            Gemma 4
     <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>…<｜tool▁sep｜>…<｜tool▁calls▁end｜>         DeepSeek
 """
 
@@ -19,7 +20,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from moeinf.runtime.text.reasoning import is_harmony
-from moeinf.runtime.text.tool_values import Unfinished, load_json, load_value
+from moeinf.runtime.text.tool_values import (
+    Unfinished,
+    json_of_bare_keys,
+    load_json,
+    load_value,
+)
 
 Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "description", "parameters"}}
 
@@ -183,6 +189,18 @@ def _deepseek(body: str, tools: Sequence[Tool]) -> list[Call]:
     return _all(found)
 
 
+def _bare_keys(body: str, tools: Sequence[Tool]) -> list[Call]:
+    """Parse one call of Gemma 4. Raises Unfinished."""
+    name, mark, rest = body.strip().removeprefix("call:").partition("{")
+    try:
+        call = call_of(name.strip(), json_of_bare_keys(mark + rest), tools)
+    except Unfinished:
+        raise
+    except ValueError:
+        return []
+    return _all([call])
+
+
 def _checked(said: Any, tools: Sequence[Tool]) -> Call | None:
     if not isinstance(said, dict):
         return None
@@ -233,6 +251,7 @@ FORMATS = (
         _between("<tool_call>\n", "\n</tool_call>"),
         unless=("<arg_key>",),
     ),
+    Format("<|tool_call>", "<tool_call|>", _bare_keys),
     Format("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", _deepseek),
     Format("<|tool_call|>", "", _json, _between("<|tool_call|>[", "]")),
     Format("[TOOL_CALLS]", "", _json, _between("[TOOL_CALLS][", "]"), id_length=9),

@@ -37,6 +37,7 @@ CODER = "{% if tools %}<tool_call><function=NAME>{% endif %}"
 MISTRAL = "{% if tools %}[TOOL_CALLS]{% endif %}"
 GRANITE = "{%- if tools %}<|tool_call|>{% endif %}"
 DEEPSEEK = "{% for tool in tools %}<｜tool▁calls▁begin｜>{% endfor %}"
+GEMMA = "{% if tools %}<|tool_call>{% endif %}<|channel>thought\n<channel|>"
 HARMONY = "{% if tools %}<|channel|>x<|message|>{% endif %}"
 
 
@@ -217,6 +218,37 @@ CASES: list[tuple[str, str, list[Any]]] = [
         [ADD],
     ),
     (DEEPSEEK, "<｜tool▁calls▁begin｜>?<｜tool▁calls▁end｜>", None),
+    # Gemma 4
+    (
+        GEMMA,
+        'Yes.<|tool_call>call:add{a:1,b:-2.5,list:[1,<|"|>x, y<|"|>,{k:null}],'
+        'note:<|"|>a "b": {c}\n<|"|>}<tool_call|><|tool_call>call:now{}<tool_call|>',
+        [
+            answer("Yes."),
+            Call(
+                "add", {"a": 1, "b": -2.5, "list": [1, "x, y", {"k": None}], "note": 'a "b": {c}\n'}
+            ),
+            Call("now", {}),
+        ],
+    ),
+    (
+        GEMMA,
+        "<|channel>thought\nI <|tool_call> add.\n<channel|>"
+        '<|tool_call>call:add{note:<|"|><tool_call|><|"|>,<|"|>a<|"|>:None, b :1}<tool_call|>',
+        [
+            ("thinking", "I <|tool_call> add.\n"),
+            Call("add", {"note": "<tool_call|>", "a": None, "b": 1}),
+        ],
+    ),
+    (GEMMA, "Four.<|channel>thought\n<channel|>", [answer("Four.")]),
+    (GEMMA, "<|channel><channel|>Four.<channel|>", [answer("Four.")]),
+    (GEMMA, "<|channel>thought\nhm", [("thinking", "hm")]),
+    (GEMMA, "<|tool_call>call:rm{a:1}<tool_call|>", None),
+    (GEMMA, "<|tool_call>call:add{a:one}<tool_call|>", None),
+    (GEMMA, "<|tool_call>call:add{a:1<tool_call|>", None),
+    (GEMMA, "<|tool_call>call:add[1]<tool_call|>", None),
+    (GEMMA, '<|tool_call>call:add{note:<|"|>x}<tool_call|>', None),
+    (GEMMA, f"<|tool_call>call:add{{a:{'[' * 100_000}<tool_call|>", None),
     # harmony
     (
         HARMONY,
@@ -259,11 +291,12 @@ def test_without_tools_marks_are_text() -> None:
              "</think>", "<function=add>", "</function>", "<arg_key>", "</arg_value>", "x", '"',
              "<arg_value>", "add", "[TOOL_CALLS]", "<|channel|>", "<|message|>", "<|call|>", " to=",
              "<function=now>", "<parameter=a>", "</parameter>", "functions.add", "commentary",
-             "final"]
+             "final", "<|tool_call>", "<tool_call|>", "call:add{", "<|channel>", "<channel|>",
+             '<|"|>']
         ),
         max_size=30,
     ),
-    st.sampled_from([TAGS, CODER, MISTRAL, HARMONY]),
+    st.sampled_from([TAGS, CODER, MISTRAL, HARMONY, GEMMA]),
     st.integers(1, 9),
 )  # fmt: skip
 def test_any_text_is_heard_the_same_in_pieces(words: list[str], template: str, size: int) -> None:
@@ -271,7 +304,7 @@ def test_any_text_is_heard_the_same_in_pieces(words: list[str], template: str, s
     assert hear(template, text, size) == hear(template, text)
 
 
-@pytest.mark.parametrize("template", [TAGS, CODER, MISTRAL, GRANITE, DEEPSEEK, HARMONY])
+@pytest.mark.parametrize("template", [TAGS, CODER, MISTRAL, GRANITE, DEEPSEEK, HARMONY, GEMMA])
 def test_templates_that_know_tools(template: str) -> None:
     assert knows_tools(template)
 
