@@ -15,6 +15,7 @@ from moeinf.models import (
     dots1,
     ernie4_5_moe,
     exaone_moe,
+    gemma4,
     glm4_moe,
     glm4_moe_lite,
     gpt_oss,
@@ -46,6 +47,8 @@ FAMILIES: Mapping[str, Family] = {
     "dots1": dots1.FAMILY,
     "ernie4_5_moe": ernie4_5_moe.FAMILY,
     "exaone_moe": exaone_moe.FAMILY,
+    "gemma4": gemma4.FAMILY,
+    "gemma4_text": gemma4.FAMILY,  # saved without what sees
     "glm4_moe": glm4_moe.FAMILY,
     "glm4_moe_lite": glm4_moe_lite.FAMILY,
     "gpt_oss": gpt_oss.FAMILY,

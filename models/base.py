@@ -23,7 +23,7 @@ from moeinf.errors import ContextExceeded, UnusableInput
 Phase = Literal["encode", "prefill", "decode"]
 Role = Literal["gate", "up", "down", "gate_bias", "up_bias", "down_bias"]
 KvForm = Literal["full", "q8"]  # of the KV cache: the model's dtype, or rows of layers/kv_q8.py
-Activation = Literal["swiglu", "clamped_swiglu", "relu"]  # see ffn.py
+Activation = Literal["swiglu", "clamped_swiglu", "geglu", "relu"]  # see ffn.py
 Linear = Callable[[Tensor], Tensor]  # [T, in] -> [T, out]
 Piece = TypeVar("Piece", bound=Callable[..., Any])
 

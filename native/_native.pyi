@@ -490,6 +490,7 @@ class ExpertKernel:
 
         swiglu          silu(gate) * up
         clamped_swiglu  gate * sigmoid(1.702 gate) * (up + 1), gate at most 7, up in -7 … 7
+        geglu           gelu(gate) * up, with the tanh form of gelu
         relu            max(up, 0); there is no gate
     """
 

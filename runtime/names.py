@@ -31,6 +31,8 @@ _QUANT = re.compile(r"(?:ud-)?i?q\d(?:_[a-z0-9]+)*|mxfp4_moe|f16|fp16|tq\d_0")  
 _OLLAMA = {
     "gpt-oss:20b": "gpt-oss",
     "gpt-oss:120b": "gpt-oss-120b",
+    "gemma4:26b": "gemma-4-26b-a4b",
+    "gemma4:26b-a4b": "gemma-4-26b-a4b",
     "mixtral:8x7b": "mixtral",
     "mixtral:8x22b": "mixtral-8x22b",
     "qwen3:30b": "qwen3-30b-a3b",

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.gguf_blocks import nvfp4, packed
+from tests.gguf_gemma4 import add_gemma4_keys, gemma4_scale
 
 Named = Iterator[tuple[str, Tensor]]
 TypeOf = Callable[[str, Tensor], Kind]  # (name in the file, values) -> its type
@@ -26,6 +27,7 @@ ARCHITECTURES = {  # model_type -> GGUF's architecture
     "arctic": gguf.MODEL_ARCH.ARCTIC,
     "deepseek_v2": gguf.MODEL_ARCH.DEEPSEEK2,
     "deepseek_v3": gguf.MODEL_ARCH.DEEPSEEK2,
+    "gemma4_text": gguf.MODEL_ARCH.GEMMA4,
     "glm4_moe": gguf.MODEL_ARCH.GLM4_MOE,
     "glm4_moe_lite": gguf.MODEL_ARCH.DEEPSEEK2,
     "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
@@ -93,7 +95,7 @@ def write_gguf(
         if isinstance(eos, int) and eos < count:  # tiny tokenizers lack the original's
             writer.add_eos_token_id(eos)
     for name, values in _converted(stored, config):
-        mapped = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        mapped = names.get_name(name, try_suffixes=(".weight", ".bias")) or gemma4_scale(name)
         assert mapped is not None, name
         kind = type_of(mapped, values)
         if kind == Kind.NVFP4:
@@ -139,6 +141,9 @@ def _add_keys(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     writer.add_head_count(config["num_attention_heads"])
     latent = config["model_type"] in _LATENT
     writer.add_head_count_kv(1 if latent else config["num_key_value_heads"])
+    if config["model_type"] == "gemma4_text":
+        add_gemma4_keys(writer, config)
+        return
     rope = config.get("rope_parameters") or {}
     kind = rope.get("rope_type", "default")
     if kind in ("linear", "yarn"):
@@ -288,6 +293,8 @@ def _changed(name: str, values: Tensor, config: Mapping[str, Any]) -> Named:
         yield from _fused(name, values, ".gate_up_proj", ".down_proj")
     elif family == "qwen3_5_moe_text":
         yield _delta(name, values, config)
+    elif family == "gemma4_text" and not name.endswith((".weight", "scale")):
+        yield f"{name}.weight", values
     elif family == "gpt_oss":
         yield from _gpt_oss(name, values)
     else:

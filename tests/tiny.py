@@ -22,6 +22,9 @@ from tests.tiny_families import Tiny
 __all__ = ["TINY", "by_default", "save_tiny", "tiny_config", "tiny_reference"]
 
 _ATTENTION_GAIN = 1.6  # so that attention is not uniform
+_GATES = tuple(
+    f"{name}.weight" for name in ("mlp.gate", "moe.gate", "gate.wg", "router", "router.proj")
+)
 _ROUTER_GAIN = 2.5  # so that neither chance nor a single logit chooses the experts
 
 
@@ -53,7 +56,7 @@ def tiny_reference(name: str | Tiny, seed: int = 0) -> Any:
         if _tiny(name).family in ("qwen3_5_moe", "qwen3_next") and _is_centred(parameter_name):
             parameter.data -= 1
     for buffer_name, buffer in model.named_buffers():
-        if buffer_name.endswith(("e_score_correction_bias", "expert_bias")):
+        if buffer_name.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar")):
             buffer.copy_(_scaled(buffer_name, torch.randn(buffer.shape, generator=draw)))
     return model.eval()
 
@@ -109,6 +112,6 @@ def _scaled(name: str, noise: Tensor) -> Tensor:
     if "embed_tokens" in name:
         return noise
     gain = _ATTENTION_GAIN if "self_attn" in name else 1.0
-    if name.endswith(("mlp.gate.weight", "moe.gate.weight", "gate.wg.weight", "router.weight")):
+    if name.endswith(_GATES):
         gain = _ROUTER_GAIN
     return gain * noise / max(noise.shape[-1], 1) ** 0.5

@@ -278,6 +278,30 @@ def lfm2(**settings: Any) -> Tiny:
     return Tiny("lfm2_moe", "Lfm2MoeConfig", {**sizes, **settings})
 
 
+def gemma4(**settings: Any) -> Tiny:
+    sizes = {
+        "hidden_size": 36,
+        "intermediate_size": 50,
+        "moe_intermediate_size": 22,
+        "num_experts": 7,
+        "top_k_experts": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_global_key_value_heads": 1,
+        "num_hidden_layers": 3,
+        "head_dim": 12,
+        "global_head_dim": 16,
+        "sliding_window": 7,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "attention_k_eq_v": True,
+        "enable_moe_block": True,
+        "hidden_size_per_layer_input": 0,
+        "final_logit_softcapping": 3.0,
+        "vocab_size_per_layer_input": 97,
+    }
+    return Tiny("gemma4", "Gemma4TextConfig", {**sizes, **settings})
+
+
 def mistral4(**settings: Any) -> Tiny:
     rope = {**YARN, "factor": 4.0, "llama_4_scaling_beta": 0.4}
     sizes = {**deepseek_v3().settings, "num_key_value_heads": 3, "rope_parameters": rope}

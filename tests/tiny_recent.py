@@ -8,6 +8,7 @@ from tests.tiny_families import (
     dots1,
     ernie,
     exaone_moe,
+    gemma4,
     hunyuan,
     laguna,
     lfm2,
@@ -167,6 +168,35 @@ RECENT: dict[str, Tiny] = {
     "laguna-all-experts": laguna(
         num_experts_per_tok=7, layer_types=None, rope_parameters=None, head_dim=16
     ),
+    "gemma4": gemma4(),
+    "gemma4-own-values": gemma4(
+        attention_k_eq_v=False,
+        num_key_value_heads=4,
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+        sliding_window=3,
+        global_head_dim=20,
+        top_k_experts=1,
+        final_logit_softcapping=None,
+        attention_bias=True,
+        tie_word_embeddings=False,
+        rms_norm_eps=0.03,
+        rope_parameters={
+            "full_attention": {
+                "rope_type": "proportional",
+                "partial_rotary_factor": 0.5,
+                "rope_theta": 1e4,
+                "factor": 4.0,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    ),
+    "gemma4-all-experts": gemma4(
+        num_hidden_layers=7,
+        layer_types=None,
+        num_global_key_value_heads=None,
+        top_k_experts=7,
+        head_dim=8,
+    ),
     "mistral4": mistral4(),
     "mistral4-groups": mistral4(
         first_k_dense_replace=1,
@@ -205,4 +235,5 @@ BRIEF: tuple[str, ...] = (
     "lfm2",
     "mistral4",
     "laguna",
+    "gemma4",
 )

@@ -30,11 +30,20 @@ from moeinf.models.config import (
     Fields,
 )
 from moeinf.models.layers.batches import check_batch
-from moeinf.models.layers.kv_cache import CacheLayout, KvCache, PassRows, Piece, Span, divided
+from moeinf.models.layers.kv_cache import (
+    CacheLayout,
+    KvCache,
+    PassRows,
+    Piece,
+    Planes,
+    Span,
+    divided,
+)
 from moeinf.models.layers.moe import Router, SparseFfn, one_pass
 from moeinf.models.layers.norms import RmsNorm, WideRmsNorm, centred_norm, layer_norm
 from moeinf.models.layers.recurrent import RecurrentLayout
 from moeinf.models.layers.rope import Rope, RopeConfig, parse_rope
+from moeinf.models.layers.sandwich_block import SandwichBlock
 from moeinf.models.quantisation import refuse_quantised
 
 _HEAD_ROWS = 64  # rows of logits computed at once
@@ -58,6 +67,7 @@ class BodyConfig:
     head_bias: bool = False  # on lm_head
     embedding_scale: float = 1.0  # embeddings are multiplied with it
     logits_scale: float = 1.0  # logits are divided by it
+    logits_cap: float | None = None  # then a tanh keeps them within ± this
 
     @property
     def usual_context(self) -> int | None:
@@ -167,7 +177,7 @@ class ParallelBlock:
         return x + self.residual(self.residual_norm(x))
 
 
-Layer = Block | ParallelBlock
+Layer = Block | ParallelBlock | SandwichBlock
 
 
 @dataclass(frozen=True)
@@ -228,17 +238,19 @@ class Decoder:
         self,
         config: BodyConfig,
         moe: MoeShape,
-        planes: tuple[tuple[int, int], ...],
+        planes: Planes,
         rope_dim: int,
         blocks: Sequence[Layer],
         parts: Parts,
         recurrent: RecurrentLayout | None = None,
         more_ropes: Sequence[tuple[RopeConfig, int]] = (),
+        planes_of_each: Sequence[Planes] = (),
     ) -> None:
         """Build the decoder around its blocks.
 
         planes: the planes that attention caches per layer; see kv_cache.py. recurrent: the memory
-        of the layers without attention. more_ropes: see PassRows.turned_by.
+        of the layers without attention. more_ropes: see PassRows.turned_by. planes_of_each: see
+        CacheLayout.each.
         """
         self.moe = moe
         self.vocab_size = config.vocab
@@ -247,10 +259,11 @@ class Decoder:
         embedding = parts.embedding("model.embed_tokens", config.vocab, config.hidden)
         attending = config.layers - (0 if recurrent is None else recurrent.layers)
         self._cache = CacheLayout(
-            attending, planes, embedding.dtype, embedding.device, recurrent, parts.kv
-        )
+            attending, planes, embedding.dtype, embedding.device, recurrent, parts.kv,
+            tuple(planes_of_each),
+        )  # fmt: skip
         head = "model.embed_tokens" if config.tied_embeddings else "lm_head"
-        self._logits_scale = config.logits_scale
+        self._logits_scale, self._logits_cap = config.logits_scale, config.logits_cap
         self._body = DecodeStep(
             embedding,
             config.embedding_scale,
@@ -313,6 +326,8 @@ class Decoder:
                 self._fill(out, x, self._body.norm if logits == "states" else self._logits, step)
             if self._logits_scale != 1.0 and logits != "states":
                 out /= self._logits_scale
+            if self._logits_cap is not None and logits != "states":
+                out.div_(self._logits_cap).tanh_().mul_(self._logits_cap)
             if accept is not None:
                 kept = accept(out)
                 ending.accepted = torch.arange(count) < kept

@@ -26,9 +26,15 @@ def _clamped_swiglu(gate_up: Tensor) -> Tensor:
     return (up + 1) * (gate * torch.sigmoid(1.702 * gate))
 
 
+def _geglu(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.gelu(gate, approximate="tanh") * up
+
+
 _ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "swiglu": _swiglu,
     "clamped_swiglu": _clamped_swiglu,
+    "geglu": _geglu,
     "relu": functional.relu,
 }
 
@@ -76,6 +82,20 @@ class GatedMlp:
 
 
 @dataclass(frozen=True)
+class GeluMlp(GatedMlp):
+    """The same with the tanh form of gelu in place of silu."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Map [T, D] to [T, D]."""
+        return _in_blocks(
+            lambda rows: self.down(
+                functional.gelu(self.gate(rows), approximate="tanh") * self.up(rows)
+            ),
+            x,
+        )
+
+
+@dataclass(frozen=True)
 class FusedMlp:
     """A GatedMlp whose gate and up are one matrix, the gate's rows first."""
 
@@ -106,9 +126,11 @@ def gated_shared(parts: Parts, prefix: str, hidden: int, intermediate: int) -> L
     return lambda x: gate(x).sigmoid() * expert(x)
 
 
-def gated_mlp(parts: Parts, prefix: str, hidden: int, intermediate: int) -> GatedMlp:
+def gated_mlp(
+    parts: Parts, prefix: str, hidden: int, intermediate: int, kind: type[GatedMlp] = GatedMlp
+) -> GatedMlp:
     """Return the network of `prefix`.{gate,up,down}_proj.weight, tuned."""
-    mlp = GatedMlp(
+    mlp = kind(
         gate=parts.linear(f"{prefix}.gate_proj", intermediate, hidden),
         up=parts.linear(f"{prefix}.up_proj", intermediate, hidden),
         down=parts.linear(f"{prefix}.down_proj", hidden, intermediate),

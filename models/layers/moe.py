@@ -28,7 +28,8 @@ def parse_moe(fields: Fields, layers: int, hidden: int, intermediate: str) -> Mo
             high=MAX_EXPERTS,
         ),
         top_k=fields.integer(
-            *("num_experts_per_tok", "experts_per_token", "moe_k", "moe_topk"), high=MAX_EXPERTS
+            *("num_experts_per_tok", "experts_per_token", "moe_k", "moe_topk", "top_k_experts"),
+            high=MAX_EXPERTS,
         ),
         hidden=hidden,
         intermediate=fields.integer(intermediate, high=MAX_WIDTH),
@@ -171,6 +172,8 @@ class SparseFfn:
     router: Router
     shared: Callable[[Tensor], Tensor] | None = None
     ahead: Router | None = None
+    before: Callable[[Tensor], Tensor] | None = None  # of the routed experts' input alone
+    after: Callable[[Tensor], Tensor] | None = None  # of their weighted sum alone
 
     def __call__(self, x: Tensor, experts: Experts) -> Tensor:
         """Return the layer's output: [T, D] -> [T, D]."""
@@ -178,15 +181,17 @@ class SparseFfn:
 
     def finish(self, x: Tensor, pending: Pending) -> Tensor:
         """Return the output of a layer whose routed experts have been submitted."""
-        shared = self.shared(x) if self.shared is not None else None
-        routed = pending.result()
-        return routed if shared is None else routed + shared
+        return self._joined(x, (slice(None),), pending)
 
     def over(self, x: Tensor, pieces: Sequence[slice], experts: Experts) -> Tensor:
         """Return the layer's output for several pieces, each as if computed alone."""
-        pending = self.start(x, experts, pieces)
-        shared = None if self.shared is None else torch.cat([self.shared(x[r]) for r in pieces])
+        return self._joined(x, pieces, self.start(x, experts, pieces))
+
+    def _joined(self, x: Tensor, pieces: Sequence[slice], pending: Pending) -> Tensor:
+        shared = None if self.shared is None else _each(self.shared, x, pieces)
         routed = pending.result()
+        if self.after is not None:
+            routed = _each(self.after, routed, pieces)
         return routed if shared is None else routed + shared
 
     def start(
@@ -206,7 +211,16 @@ class SparseFfn:
         """Submit the routed experts of x [T, D], which the router has chosen."""
         if self.ahead is not None and experts.wants_hints:
             experts.hint(self.layer + 1, *_over(self.ahead, x, pieces))
+        if self.before is not None:
+            x = _each(self.before, x, pieces)
         return experts.submit(self.layer, x, ids, weights)
+
+
+def _each(step: Callable[[Tensor], Tensor], x: Tensor, pieces: Sequence[slice]) -> Tensor:
+    """Return step(x) [T, D], each piece as if computed alone."""
+    if len(pieces) == 1:
+        return step(x)
+    return torch.cat([step(x[r]) for r in pieces])
 
 
 def _over(router: Router, x: Tensor, pieces: Sequence[slice]) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Rotary position embedding: five kinds of frequencies, two ways to pair.
+"""Rotary position embedding: six kinds of frequencies, two ways to pair.
 
 Positions become angles, and vectors are rotated by them. Formulas as in transformers 5.23,
 modeling_rope_utils.py.
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from moeinf.models.config import MAX_CONTEXT, Fields, require
 
-_KINDS = ("default", "linear", "yarn", "llama3", "longrope")
+_KINDS = ("default", "linear", "yarn", "llama3", "longrope", "proportional")
 _MAX_PAIRS = 1 << 16
 
 
@@ -69,6 +69,8 @@ class RopeConfig:
 
     def turning(self, head_dim: int) -> int:
         """Return the rotated dimensions of a head; raise ModelDataError unless they form pairs."""
+        if self.kind == "proportional":  # the other pairs turn by 0
+            return head_dim
         count = int(head_dim * self.partial)
         require(count > 0 and count % 2 == 0, f"{count} of {head_dim} dimensions cannot be rotated")
         return count
@@ -102,6 +104,9 @@ def parse_rope(
     theta = rope.number("rope_theta", low=2.0, high=1e12, default=theta)
     if kind == "default":
         return RopeConfig(theta, partial=partial)
+    if kind == "proportional":
+        factor = rope.number("factor", low=1.0, high=1e6, default=1.0)
+        return RopeConfig(theta, kind, factor, partial=partial)
     original = rope.integer(
         "original_max_position_embeddings", high=MAX_CONTEXT, default=max_context
     )
@@ -191,6 +196,9 @@ def inverse_frequencies(config: RopeConfig, dim: int, beyond_original: bool = Fa
         return _yarn(config, dim, periods)
     if config.kind == "llama3":
         return _llama3(config, 1.0 / periods)
+    if config.kind == "proportional":  # the first pairs of the whole head
+        turning = torch.arange(dim // 2) < int(config.partial * dim // 2)
+        return torch.where(turning, 1.0 / periods / config.factor, 0.0)
     return 1.0 / periods / config.factor
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -50,6 +51,32 @@ class SoftmaxRouter:
         if self.renormalise:
             weights = weights / weights.sum(-1, keepdim=True)
         return weights * self.scale
+
+
+@dataclass(frozen=True)
+class NormedRouter:
+    """A router of normed rows, whose weights have one more factor per expert (Gemma 4).
+
+    norm          of the rows, for the router alone
+    factors       [E] float32
+    """
+
+    norm: Callable[[Tensor], Tensor]
+    inner: SoftmaxRouter
+    factors: Tensor
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Map x [T, D] to ids [T, K] int64 and weights [T, K] float32, in the order of choice."""
+        ids, weights = self.inner(self.norm(x))
+        return ids, weights * self.factors[ids]
+
+    def judge(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """See cache_aware.Judge."""
+        return self.inner.judge(self.norm(x))
+
+    def weigh(self, scores: Tensor, ids: Tensor) -> Tensor:
+        """See cache_aware.Judge."""
+        return self.inner.weigh(scores, ids) * self.factors[ids]
 
 
 @dataclass(frozen=True)

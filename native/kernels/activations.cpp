@@ -166,6 +166,13 @@ void activate(Activation activation, const float* gate, const float* up, float* 
                 store(values + i, g / (1.0f + exponential(g * -kClampedAlpha)) * (u + 1.0f));
             }
             return;
+        case Activation::kGeGlu:
+            for (std::size_t i = 0; i < kGroup; i += kWide) {
+                const Floats g = load(gate + i);
+                const Floats z = g * ((g * g) * -kGeluCube + -kGelu);
+                store(values + i, g / (1.0f + exponential(z)) * load(up + i));
+            }
+            return;
         case Activation::kRelu:
             for (std::size_t i = 0; i < kGroup; i += kWide) {
                 const Floats u = load(up + i);

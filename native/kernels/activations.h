@@ -45,11 +45,14 @@ enum class Dtype { kBf16, kF32 };  // of a tensor of activations
 enum class Activation {
     kSwiGlu,         // silu(gate) · up
     kClampedSwiGlu,  // (u + 1) · g · sigmoid(kAlpha · g), g = min(gate, kLimit), u = up in ± kLimit
+    kGeGlu,          // gelu(gate) · up, gelu in its tanh form: g · sigmoid(g · (kGelu + kGeluCube · g²))
     kRelu,           // max(up, 0), without a gate
 };
 
 inline constexpr float kClampedAlpha = 1.702f;  // gpt-oss
 inline constexpr float kClampedLimit = 7.0f;
+inline constexpr float kGelu = 1.59576912f;  // 2 · √(2/π): 1 + tanh(z) = 2 · sigmoid(2z)
+inline constexpr float kGeluCube = 0.0713548163f;  // 0.044715 of it
 
 constexpr bool is_gated(Activation activation) {
     return activation != Activation::kRelu;

@@ -303,6 +303,9 @@ def activated(gate, up, ACTIVATION: tl.constexpr):
         return tl.where(up < 0.0, 0.0, up)
     if ACTIVATION == "swiglu":
         return tl.div_rn(gate, 1.0 + exponential(-gate)) * up
+    if ACTIVATION == "geglu":
+        slope = (gate * gate) * -0.0713548163 + -1.59576912
+        return tl.div_rn(gate, 1.0 + exponential(gate * slope)) * up
     gate = tl.where(gate > 7.0, 7.0, gate)
     up = tl.where(up > 7.0, 7.0, up)
     up = tl.where(up < -7.0, -7.0, up)

@@ -19,6 +19,7 @@ from moeinf.models.layers.kv_cache import KvCache, PassRows, Span
 from moeinf.models.layers.mla import MlaCore
 from moeinf.models.layers.norms import RmsNorm
 from moeinf.models.layers.routing import (
+    NormedRouter,
     SigmoidRouter,
     SoftmaxRouter,
     SparseMixer,
@@ -274,6 +275,10 @@ def _router(router: SoftmaxRouter) -> object:
     return NativeRouter(router) if _fits(router.weight) else RowRouter(router)
 
 
+def _normed(router: NormedRouter) -> NormedRouter:
+    return replace(router, inner=tuned(router.inner))
+
+
 def _weight(norm: Callable[[Tensor], Tensor] | None) -> Tensor | None:
     return getattr(getattr(norm, "norm", norm), "weight", None)
 
@@ -288,6 +293,7 @@ _NATIVE: dict[type, Callable[[Any], object]] = {
     MlaCore: _mla,
     RmsNorm: _rms_norm,
     SoftmaxRouter: _router,
+    NormedRouter: _normed,
     TopSoftmaxRouter: RowRouter,
     SigmoidRouter: RowRouter,
     SparseMixer: RowRouter,

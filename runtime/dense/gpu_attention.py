@@ -118,6 +118,22 @@ class DeviceNorm:
         return self._run(x, norm.weight, norm.eps, self._wide)
 
 
+class DeviceHeadNorm:
+    """HeadNorm for few rows, however many heads they have."""
+
+    def __init__(self, norm: HeadNorm, device: CoreMath) -> None:
+        inner = norm.norm
+        self._torch, self._run = norm, device.rms_norm
+        self._weight, self._eps, self._wide = inner.weight, inner.eps, type(inner) is WideRmsNorm
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Map [T, heads·W] to [T, heads·W]."""
+        if len(x) > MOST_ROWS or not (self._wide or x.dtype == self._weight.dtype):
+            return self._torch(x)
+        heads = x.view(len(x), -1, len(self._weight))
+        return self._run(heads, self._weight, self._eps, self._wide).flatten(1)
+
+
 class DeviceGqa:
     """GqaCore: passes of one token per request, and attention of all others."""
 

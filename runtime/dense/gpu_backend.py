@@ -16,12 +16,24 @@ from moeinf.models.layers.attention import GqaCore
 from moeinf.models.layers.decoder import DecodeStep
 from moeinf.models.layers.ffn import GatedMlp
 from moeinf.models.layers.mla import LowRank, MlaCore
-from moeinf.models.layers.norms import RmsNorm, WideRmsNorm
-from moeinf.models.layers.routing import SigmoidRouter, SoftmaxRouter, SparseMixer, TopSoftmaxRouter
+from moeinf.models.layers.norms import HeadNorm, RmsNorm, WideRmsNorm
+from moeinf.models.layers.routing import (
+    NormedRouter,
+    SigmoidRouter,
+    SoftmaxRouter,
+    SparseMixer,
+    TopSoftmaxRouter,
+)
 from moeinf.offload.gpu_kernels.router_spec import RouterKind
 from moeinf.offload.store.compute import MOST_ROWS
 from moeinf.runtime.dense.cpu_linear import Products
-from moeinf.runtime.dense.gpu_attention import CoreMath, DeviceGqa, DeviceMla, DeviceNorm
+from moeinf.runtime.dense.gpu_attention import (
+    CoreMath,
+    DeviceGqa,
+    DeviceHeadNorm,
+    DeviceMla,
+    DeviceNorm,
+)
 from moeinf.runtime.dense.graphed_step import GraphedStep, Graphs
 
 _Router = SoftmaxRouter | TopSoftmaxRouter | SigmoidRouter | SparseMixer
@@ -105,6 +117,14 @@ def _low_rank(piece: LowRank, device: DeviceMath) -> LowRank:
     return replace(piece, norm=DeviceNorm(norm, device)) if isinstance(norm, RmsNorm) else piece
 
 
+def _normed(router: NormedRouter, device: DeviceMath) -> NormedRouter:
+    norm = router.norm
+    if isinstance(norm, WideRmsNorm):
+        norm = DeviceNorm(norm, device)
+    inner = cast(SoftmaxRouter, DeviceRouter(router.inner, device))
+    return replace(router, norm=norm, inner=inner)
+
+
 def _kind_of(router: _Router) -> RouterKind:
     if isinstance(router, TopSoftmaxRouter):
         return RouterKind("top_softmax", router.top_k)
@@ -121,7 +141,9 @@ _PIECES: dict[type, Callable[[Any, DeviceMath], object]] = {
     MlaCore: DeviceMla,
     RmsNorm: DeviceNorm,
     WideRmsNorm: DeviceNorm,
+    HeadNorm: DeviceHeadNorm,
     LowRank: _low_rank,
     GatedMlp: DeviceMlp,
+    NormedRouter: _normed,
     **dict.fromkeys((SoftmaxRouter, TopSoftmaxRouter, SigmoidRouter, SparseMixer), DeviceRouter),
 }

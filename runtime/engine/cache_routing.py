@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -13,7 +13,12 @@ from moeinf.errors import UnusableInput
 from moeinf.models.base import Piece
 from moeinf.models.layers.cache_aware import CacheAwareRouter, always_kept
 from moeinf.models.layers.moe import SparseFfn
-from moeinf.models.layers.routing import SigmoidRouter, SoftmaxRouter, TopSoftmaxRouter
+from moeinf.models.layers.routing import (
+    NormedRouter,
+    SigmoidRouter,
+    SoftmaxRouter,
+    TopSoftmaxRouter,
+)
 from moeinf.offload.store.expert_store import ExpertStore
 from moeinf.runtime.dense.cpu_backend import CpuMath
 from moeinf.runtime.dense.cpu_fused import NativeRouter, RowRouter
@@ -42,6 +47,10 @@ def check_route(manifest: Manifest) -> None:
         raise CannotRoute(f"--route: {manifest.model} cannot route by its cache ({problem})")
 
 
+def _in_torch(router: Any) -> Any:
+    return router.torch_router if isinstance(router, NativeRouter | RowRouter) else router
+
+
 class CacheAwareMath(CpuMath):
     """The CPU's arithmetic, with cache-aware routers."""
 
@@ -54,8 +63,11 @@ class CacheAwareMath(CpuMath):
         if not isinstance(piece, SparseFfn):
             return super().tuned(piece)
         exact = piece.router
-        judge = exact.torch_router if isinstance(exact, NativeRouter | RowRouter) else exact
-        assert isinstance(judge, SoftmaxRouter | TopSoftmaxRouter | SigmoidRouter), type(judge)
+        judge = _in_torch(exact)
+        if isinstance(exact, NormedRouter):
+            judge = replace(exact, inner=_in_torch(exact.inner))
+        known = SoftmaxRouter | TopSoftmaxRouter | SigmoidRouter | NormedRouter
+        assert isinstance(judge, known), type(judge)
         cheap = partial(self._cheap, piece.layer)
         router = CacheAwareRouter(exact, judge, self._bonus, cheap, self._replaced)
         return cast(Piece, replace(piece, router=router))

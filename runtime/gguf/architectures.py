@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moeinf.runtime.gguf.delta_net import DELTA_MADE, DELTA_MOVES, DELTA_NAMES
+from moeinf.runtime.gguf.gemma4 import GEMMA4_NAMES, gemma4_config
 from moeinf.runtime.gguf.keys import Keys
 from moeinf.runtime.gguf.latent import KV_B
 from moeinf.runtime.gguf.made import Change, Made
@@ -89,7 +90,7 @@ class Architecture:
     """One GGUF architecture: its config, its names, and the tensors that differ.
 
     config  metadata -> config.json of our family, without tie_word_embeddings
-    names   name inside a block -> name inside model.layers.N
+    names   name inside a block -> name inside model.layers.N; a `.scale` here is no factor
     moves   name inside a block -> the function that restores the order of its rows
     made    name inside model.layers.N -> how it is made of tensors of the block
     """
@@ -285,6 +286,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "deepseek2": Architecture(
         _deepseek, _ATTENTION | _MLP | _SIGMOID | _LATENT, made={"self_attn.kv_b_proj.weight": KV_B}
     ),
+    "gemma4": Architecture(gemma4_config, GEMMA4_NAMES),
     "glm4moe": Architecture(_glm4, _ATTENTION | _MLP | _SIGMOID | _AFTER),
     "gpt-oss": Architecture(
         _gpt_oss,

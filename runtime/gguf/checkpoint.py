@@ -170,7 +170,14 @@ def _dense(
 def _belongs(name: str, keys: Keys) -> bool:
     """Return True for a scale beside a matrix."""
     stem = name.removesuffix(_INPUT_SCALE).removesuffix(_SCALE)
-    return stem != name and f"{stem}.weight" in keys.file.tensors
+    beside = stem != name and f"{stem}.weight" in keys.file.tensors
+    return beside and not _is_named(name, keys)
+
+
+def _is_named(scale: str, keys: Keys) -> bool:
+    """Return True for a scale that is a tensor of the model: a router's, not a matrix's factor."""
+    match = _BLOCK.fullmatch(scale)
+    return match is not None and match[2] in ARCHITECTURES[keys.name].names
 
 
 def source_tensor(keys: Keys, tensor: GgufTensor) -> SourceTensor:
@@ -180,6 +187,10 @@ def source_tensor(keys: Keys, tensor: GgufTensor) -> SourceTensor:
     """
     stem, _, end = tensor.name.rpartition(".")
     beside = keys.file.tensors.get(stem + _SCALE) if end == "weight" else None
+    if beside is not None and _is_named(beside.name, keys):
+        if tensor.type == NVFP4:  # its factors hold the model's scales, too
+            raise keys.bad(f"has {tensor.name[:80]!r} in NVFP4, which is not supported here")
+        beside = None
     factor = None if beside is None else _stored(beside)
     if factor is not None:
         count = tensor.shape[0] if stem.endswith("_exps") else 1

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from moeinf.runtime.sampling.grammar_processes import Matching
 from moeinf.runtime.sampling.schema_limits import MOST_BYTES, check_schema
 from moeinf.runtime.sampling.schema_limits import BadFormat as BadFormat
-from moeinf.runtime.text.reasoning import CLOSE, OPEN, parser_for, thinks
+from moeinf.runtime.text.reasoning import marks_of, parser_for, thinks
 from moeinf.runtime.text.tool_calls import Tool, format_of, names_of
 
 if TYPE_CHECKING:
@@ -137,8 +137,9 @@ class _Grammar:
         self._call = call
         self._called = False
         self._begun = False  # the grammar has taken a token
-        may_think = thinks(tokenizer.chat_template) and not before.rstrip().endswith(CLOSE)
-        self._think = tokenizer.token_id(OPEN) if may_think else None
+        opening, closing = marks_of(tokenizer.chat_template)
+        may_think = thinks(tokenizer.chat_template) and not before.rstrip().endswith(closing)
+        self._think = tokenizer.token_id(opening) if may_think else None
 
     def ready(self, seconds: float = 0.0) -> bool:
         return self._called or self._matching.ready(seconds)

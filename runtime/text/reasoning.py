@@ -1,7 +1,7 @@
 """Separate a model's thinking from its answer while the text streams.
 
-Two formats are known: `<think>…</think>` (Qwen3, DeepSeek-R1, GLM-4.5) and harmony (gpt-oss). The
-messages of harmony are
+Three formats are known: `<think>…</think>` (Qwen3, DeepSeek-R1, GLM-4.5), `<|channel>thought …
+<channel|>` (Gemma 4) and harmony (gpt-oss). The messages of harmony are
 
     <|channel|>NAME<|message|>TEXT<|end|>      NAME: analysis (thinking), commentary, final
     <|channel|>commentary to=functions.TOOL <|constrain|>json<|message|>ARGUMENTS<|call|>
@@ -18,6 +18,7 @@ from typing import Literal, Protocol
 
 Kind = Literal["thinking", "answer", "call"]
 OPEN, CLOSE = "<think>", "</think>"
+_OPEN_CHANNEL, _CLOSE_CHANNEL = "<|channel>", "<channel|>"
 _CHANNEL, _MESSAGE = "<|channel|>", "<|message|>"
 _ENDS = ("<|end|>", "<|return|>", "<|call|>")
 _START = "<|start|>"
@@ -136,6 +137,26 @@ class ThinkParser(_Marked):
         return iter(())
 
 
+class ChannelParser(_Marked):
+    """The parser of Gemma 4's channels, whose text is thinking. A channel begins with its name.
+
+    The model may open another, empty channel after its answer, or close one that is not open.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("answer")
+
+    def _marks(self) -> tuple[str, ...]:
+        if self._kind == "answer":
+            return (_OPEN_CHANNEL, _CLOSE_CHANNEL)
+        return (_CLOSE_CHANNEL,) if self._kind == "thinking" else (_CLOSE_CHANNEL, "\n")
+
+    def _met(self, mark: str, before: str) -> Iterator[tuple[Kind, str]]:
+        named: Kind | None = None if mark == _OPEN_CHANNEL else "thinking"
+        self._become("answer" if mark == _CLOSE_CHANNEL else named)
+        return iter(())
+
+
 class HarmonyParser(_Marked):
     """The parser of gpt-oss. `final`, and `commentary` without a recipient, are the answer.
 
@@ -190,6 +211,16 @@ def is_harmony(template: str | None) -> bool:
     return template is not None and _CHANNEL in template and _MESSAGE in template
 
 
+def has_channels(template: str | None) -> bool:
+    """Return True if a chat template writes channels, whose special tokens must be decoded."""
+    return template is not None and _OPEN_CHANNEL in template and _CLOSE_CHANNEL in template
+
+
+def marks_of(template: str | None) -> tuple[str, str]:
+    """Return the tokens that begin and end thinking in the answer of a template without harmony."""
+    return (_OPEN_CHANNEL, _CLOSE_CHANNEL) if has_channels(template) else (OPEN, CLOSE)
+
+
 def thinks(template: str | None) -> bool:
     """Return True if a model with this chat template can think before it answers."""
     return template is not None and (
@@ -213,6 +244,8 @@ def parser_for(template: str | None, prompt: str) -> Parser:
     """Return the parser for a model's answer. prompt: the end of the prompt."""
     if is_harmony(template):
         return HarmonyParser()
+    if has_channels(template):
+        return ChannelParser()
     opened = prompt.rstrip().endswith(OPEN)
     return ThinkParser(inside=opened, trims=thinks(template))
 

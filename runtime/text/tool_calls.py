@@ -7,6 +7,7 @@ that it did not name.
     <tool_call><function=NAME><parameter=P>V</parameter></function></tool_call>   Qwen3-Coder, 3.5
     <tool_call>NAME<arg_key>P</arg_key><arg_value>V</arg_value></tool_call>                 GLM-4.5
     <|tool_call|>[{…}]   and   [TOOL_CALLS][{…}]                             Granite 3.1, Mistral
+    <|tool_call>call:NAME{P:V,P:<|"|>TEXT<|"|>}<tool_call|>                            Gemma 4
     <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>…<｜tool▁sep｜>…<｜tool▁calls▁end｜>         DeepSeek
     <|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0…                     Kimi-K2
     <minimax:tool_call><invoke name="NAME"><parameter name="P">V</parameter>…         MiniMax-M2
@@ -22,7 +23,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moeinf.runtime.text.reasoning import is_harmony
-from moeinf.runtime.text.tool_values import Unfinished, load_calls, load_json, load_value
+from moeinf.runtime.text.tool_values import (
+    Unfinished,
+    json_of_bare_keys,
+    load_calls,
+    load_json,
+    load_value,
+)
 
 Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "description", "parameters"}}
 
@@ -251,6 +258,18 @@ def _python(body: str, tools: Sequence[Tool]) -> list[Call]:
     return _all([_checked({"name": n, "arguments": a}, tools) for n, a in found])
 
 
+def _bare_keys(body: str, tools: Sequence[Tool]) -> list[Call]:
+    """Parse one call of Gemma 4. Raises Unfinished."""
+    name, mark, rest = body.strip().removeprefix("call:").partition("{")
+    try:
+        call = call_of(name.strip(), json_of_bare_keys(mark + rest), tools)
+    except Unfinished:
+        raise
+    except ValueError:
+        return []
+    return _all([call])
+
+
 def _checked(said: Any, tools: Sequence[Tool]) -> Call | None:
     if not isinstance(said, dict):
         return None
@@ -308,6 +327,7 @@ FORMATS = (
         unless=("<arg_key>",),
     ),
     Format("<minimax:tool_call>", "</minimax:tool_call>", _invoked),
+    Format("<|tool_call>", "<tool_call|>", _bare_keys),
     Format("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", _deepseek),
     Format("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", _kimi, _kimi_between),
     _LFM2,

@@ -29,6 +29,14 @@ _PYTHON = re.compile(
 )
 
 
+_QUOTE = '<|"|>'  # Gemma 4's, which is one token; a text between two has no escapes
+_BARE = re.compile(
+    r"(?P<key>(?<=[{,])\s*[^\s\[\]{},:<][^\[\]{},:<]*(?=:))|(?P<space>\s+)"
+    r"|(?P<text><\|\"\|>.*?<\|\"\|>)|(?P<mark>[\[\]{},:])|(?P<word>[\w.+-]+)",
+    re.DOTALL,
+)
+
+
 class Unfinished(ValueError):
     """A call has no end yet: an end mark was found inside one of its strings."""
 
@@ -177,6 +185,30 @@ def _token(text: str, at: int) -> tuple[str, int]:
     elif kind == "text":
         word = json.dumps(_ESCAPE.sub(_character, word[1:-1]))
     return word, len(token[0])
+
+
+def json_of_bare_keys(text: str) -> str:
+    """Return the JSON of an object of Gemma 4: {key:1,other:[<|"|>a<|"|>,true]}.
+
+    Raises Unfinished if it ends inside a text, ValueError for anything else.
+    """
+    found, at = [], 0
+    while at < len(text):
+        token = _BARE.match(text, at)
+        if token is None and text.startswith(_QUOTE, at):
+            raise Unfinished("a text has no end")
+        if token is None:
+            raise ValueError("not an object")
+        at = token.end()
+        kind, word = token.lastgroup, token[0]
+        if kind == "text":
+            word = json.dumps(word[len(_QUOTE) : -len(_QUOTE)], ensure_ascii=False)
+        elif kind == "key":
+            word = json.dumps(word.strip(), ensure_ascii=False)
+        elif kind == "word":
+            word = _WORDS.get(word, word)
+        found.append(word)
+    return "".join(found)
 
 
 def _character(escape: re.Match[str]) -> str:

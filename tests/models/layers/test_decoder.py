@@ -118,6 +118,7 @@ def test_many_rows_of_logits(olmoe: Pair) -> None:
         ("qwen2-window", 4 * 2 * 3 * 12),
         ("qwen3", 2 * 2 * 2 * 12),
         ("qwen3.5", 1 * 2 * 1 * 16),  # one layer of four has attention
+        ("gemma4", 2 * 2 * 12 + 2 * 2 * 1 * 16),  # a layer with a window, and two global ones
     ],
 )
 def test_kv_bytes_per_token(make_pair: Make, name: str, items: int) -> None:

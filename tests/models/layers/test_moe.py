@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -60,10 +62,10 @@ def make_experts(
     }
 
 
-@pytest.mark.parametrize("activation", ["clamped_swiglu", "relu"])
+@pytest.mark.parametrize("activation", ["clamped_swiglu", "geglu", "relu"])
 def test_activations_with_biases(activation: Activation) -> None:
     draw = torch.Generator().manual_seed(3)
-    inner_rows = 10 if activation == "clamped_swiglu" else 5
+    inner_rows = 5 if activation == "relu" else 10
     inner, down, inner_bias, down_bias, x = (
         torch.randn(shape, generator=draw, dtype=torch.float64) * 5
         for shape in ((inner_rows, 4), (4, 5), (inner_rows,), (4,), (70, 4))
@@ -71,6 +73,10 @@ def test_activations_with_biases(activation: Activation) -> None:
     products = x @ inner.T + inner_bias
     if activation == "relu":
         middle = products * (products > 0)
+    elif activation == "geglu":
+        gate = products[:, :5]
+        tanh = torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))
+        middle = 0.5 * gate * (1 + tanh) * products[:, 5:]
     else:
         gate = torch.where(products[:, :5] > 7, 7.0, products[:, :5])
         up = torch.where(products[:, 5:].abs() > 7, 7 * products[:, 5:].sign(), products[:, 5:])

@@ -53,7 +53,7 @@ CONFIGS += ["glm4-lite", "gpt-oss", "granite", "mixtral-window", "olmoe-yarn", "
 CONFIGS += ["granite-shared", "qwen2", "qwen3-sparse-step", "qwen3.5"]
 CONFIGS += list(PAIRS)
 BRIEF_TOO = ["minimax-m2", "qwen3-next", "dots1-window", "ernie4.5", "hunyuan", "exaone-groups"]
-BRIEF_TOO += ["solar", "lfm2-biased", "mistral4", "laguna"]
+BRIEF_TOO += ["solar", "lfm2-biased", "mistral4", "laguna", "gemma4"]
 RECURRENT = {"qwen3.5", "qwen3-next", "lfm2-biased"}  # decode without drafts
 SHALLOW = {  # four layers in all, as deep as the others: T5's unscaled scores add more rounding
     "num_layers": 2,
@@ -88,6 +88,8 @@ def act(activation: Activation, inner: Mapping[str, Tensor]) -> Tensor:
     gate = inner["gate"]
     if activation == "swiglu":
         return gate * gate.sigmoid() * up
+    if activation == "geglu":
+        return functional.gelu(gate, approximate="tanh") * up
     gate, up = gate.clamp(max=7), up.clamp(-7, 7)
     return gate * (1.702 * gate).sigmoid() * (up + 1)
 

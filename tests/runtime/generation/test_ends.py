@@ -21,6 +21,8 @@ CASES: list[tuple[str, dict[str, Any], set[int]]] = [
      {200002, 199999, 200012}),
     ("phi-3.5: config says less", {"config": 32000, "generation_config": [32000, 32001, 32007]},
      {32000, 32001, 32007}),
+    ("gemma-4: a result of a tool follows", {"config": 1, "generation_config": [1, 106, 50]},
+     {1, 106, 50}),
     ("glm-4.5", {"config": [151329, 151336, 151338]}, {151329, 151336, 151338}),
     ("arctic: files disagree", {"config": 31999, "generation_config": 2}, {31999, 2}),
     ("the tokenizer alone knows", {"tokenizer": "<end>"}, {END}),

@@ -46,6 +46,8 @@ SAME += [
     "arctic-three",
     "qwen3.5",
     "qwen3.5-full-first",
+    "gemma4",
+    "gemma4-all-experts",
 ]
 
 

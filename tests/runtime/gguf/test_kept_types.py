@@ -26,11 +26,13 @@ from moeinf.runtime.library.repack import in_tag
 from moeinf.runtime.library.shard_writer import all_targets
 from moeinf.runtime.library.verify import verify
 from moeinf.runtime.sizes import parse_memory
-from scripts.make_checkpoint import config, make_checkpoint
+from scripts.make_checkpoint import byte_tokenizer, config, make_checkpoint
 from tests.conftest import endless, ignore
 from tests.generating import answering
-from tests.gguf_files import float32, quantised, write_gguf
+from tests.gguf_files import float32, matrices, quantised, write_gguf
 from tests.runtime.gguf.test_pulls import pull
+from tests.tiny import save_tiny
+from tests.tiny_families import gemma4
 
 LAYERS, EXPERTS = 2, 6
 
@@ -95,6 +97,31 @@ def test_a_pull_without_a_note(q4_k_m: Path, tmp_path: Path) -> None:
         with Engine.open(
             manifest, folder, EngineConfig(memory=parse_memory(memory)), settings
         ) as engine:
+            endless(engine)
+            answer = answering(engine, [5, 9, 14, 3], 12)
+            list(answer)
+            answers.append(answer.tokens)
+    assert answers[0] == answers[1]
+
+
+def test_gemma4_trained_in_q4_0(tmp_path: Path) -> None:
+    """Every matrix of a file in Q4_0 is kept; the scales beside the matrices stay float32."""
+    tiny = gemma4(hidden_size=64, intermediate_size=96, moe_intermediate_size=32, head_dim=8)
+    save_tiny(tiny, tmp_path / "x", seed=3)
+    byte_tokenizer().save(str(tmp_path / "x" / "tokenizer.json"))
+    path = write_gguf(tmp_path / "x", tmp_path / "x.gguf", matrices(Kind.Q4_0))
+    settings, notes = Settings(tmp_path / "home"), ["first"]
+    manifest = pull(path, settings, notes)
+    assert (manifest.tag, manifest.forms, notes) == ("q4", (), ["first"])
+    opened = open_gguf(path)
+    found = all_bytes(in_tag(take_inventory(family_of(opened.config), opened), "q4")[0], "Q4")
+    assert len(found) > 3 * 7 * 3  # experts and more
+    assert all(torch.equal(kept, wide) for _, kept, wide in found)
+    answers = []
+    for memory in ("100%", str(manifest.slots.min_bytes)):
+        config = EngineConfig(memory=parse_memory(memory))
+        folder = Library(settings).folder(manifest.model)
+        with Engine.open(manifest, folder, config, settings) as engine:
             endless(engine)
             answer = answering(engine, [5, 9, 14, 3], 12)
             list(answer)

@@ -223,11 +223,75 @@ ROLES = """{{ bos_token }}{% for message in messages %}
 {% endif %}
 {% endfor %}"""
 
+GEMMA = """
+{%- macro value_of(value, quote_keys=True) -%}
+    {%- if value is string -%}{{- '<|"|>' + value + '<|"|>' -}}
+    {%- elif value is boolean -%}{{- 'true' if value else 'false' -}}
+    {%- elif value is mapping -%}
+        {{- '{' -}}
+        {%- for key, one in value | dictsort -%}
+            {{- '<|"|>' + key + '<|"|>' if quote_keys else key -}}
+            :{{- value_of(one, quote_keys=quote_keys) -}}{{- ',' if not loop.last -}}
+        {%- endfor -%}
+        {{- '}' -}}
+    {%- elif value is sequence -%}
+        [{%- for one in value -%}{{- value_of(one, quote_keys) -}}{{- ',' if not loop.last -}}
+        {%- endfor -%}]
+    {%- else -%}{{- value -}}{%- endif -%}
+{%- endmacro -%}
+{%- macro without_thoughts(text) -%}
+    {%- set ns = namespace(result='') -%}
+    {%- for part in text.split('<channel|>') -%}
+        {%- set ns.result = ns.result + part.split('<|channel>')[0] -%}
+    {%- endfor -%}
+    {{- ns.result | trim -}}
+{%- endmacro -%}
+{%- set ns, rest = namespace(before=None), messages -%}
+{{- bos_token -}}
+{%- if enable_thinking or tools or messages[0]['role'] in ['system', 'developer'] -%}
+    {{- '<|turn>system\n' -}}{{- '<|think|>\n' if enable_thinking | default(false) -}}
+    {%- if messages[0]['role'] in ['system', 'developer'] -%}
+        {{- messages[0]['content'] | trim -}}{%- set rest = messages[1:] -%}
+    {%- endif -%}
+    {%- for tool in tools or [] %}
+        {{- '<|tool>declaration:' + tool['function']['name'] -}}
+        {{- value_of(tool['function']['parameters'], False) | upper -}}<tool|>
+    {%- endfor %}
+    {{- '<turn|>\n' -}}
+{%- endif %}
+{%- for message in rest -%}
+    {%- if message['role'] != 'tool' -%}
+        {{- '<|turn>' + ('model' if message['role'] == 'assistant' else message['role']) + '\n' }}
+        {%- set ns.before = None -%}
+        {%- for call in message['tool_calls'] or [] -%}
+            {{- '<|tool_call>call:' + call['function']['name'] -}}
+            {{- value_of(call['function']['arguments'], quote_keys=False) -}}<tool_call|>
+            {%- set ns.before = 'call' -%}
+        {%- endfor -%}
+        {%- for k in range(loop.index0 + 1, rest | length) -%}
+            {%- if ns.before and rest[k].get('role') == 'tool' -%}
+                {{- '<|tool_response>response:' + rest[k].get('name') | default('x', true) -}}
+                {{- '{value:' + value_of(rest[k].get('content')) + '}<tool_response|>' -}}
+                {%- set ns.before = 'result' -%}
+            {%- endif -%}
+        {%- endfor -%}
+        {{- without_thoughts(message['content']) -}}
+        {%- if ns.before != 'result' -%}{{- '<turn|>\n' -}}{%- endif -%}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt and ns.before != 'result' -%}
+    {{- '<|turn>model\n' -}}
+    {%- if not enable_thinking | default(false) -%}{{- '<|channel>thought\n<channel|>' -}}
+    {%- endif -%}
+{%- endif -%}
+"""
+
 TEMPLATES = {  # with the families that use such constructs
     "chatml": CHATML,  # Qwen, Arctic
     "instruct": INSTRUCT,  # Mixtral
     "spoken": SPOKEN,  # DeepSeek
     "harmony": HARMONY,  # gpt-oss
+    "gemma": GEMMA,
     "glm": GLM,
     "granite": GRANITE,
     "roles": ROLES,  # OLMoE, Phi

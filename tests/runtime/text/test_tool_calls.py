@@ -37,6 +37,7 @@ CODER = "{% if tools %}<tool_call><function=NAME>{% endif %}"
 MISTRAL = "{% if tools %}[TOOL_CALLS]{% endif %}"
 GRANITE = "{%- if tools %}<|tool_call|>{% endif %}"
 DEEPSEEK = "{% for tool in tools %}<｜tool▁calls▁begin｜>{% endfor %}"
+GEMMA = "{% if tools %}<|tool_call>{% endif %}<|channel>thought\n<channel|>"
 HARMONY = "{% if tools %}<|channel|>x<|message|>{% endif %}"
 MINIMAX = "{%- if tools -%}<minimax:tool_call>{% endif %}"
 KIMI = "{%- if tools -%}x{% endif %}<|tool_calls_section_begin|>"
@@ -44,7 +45,9 @@ LFM2 = "{%- if tools -%}<|tool_list_start|>{% endif %}"
 LFM2_5 = "{%- if tools -%}x{% endif %}<|tool_call_start|>"
 
 
-ALL_TEMPLATES = [TAGS, CODER, MISTRAL, GRANITE, DEEPSEEK, HARMONY, MINIMAX, KIMI, LFM2, LFM2_5]
+ALL_TEMPLATES = [
+    TAGS, CODER, MISTRAL, GRANITE, DEEPSEEK, HARMONY, MINIMAX, KIMI, LFM2, LFM2_5, GEMMA
+]  # fmt: skip
 
 
 def hear(template: str, text: str, size: int = 1000, tools: Any = TOOLS) -> list[Any]:
@@ -224,6 +227,37 @@ CASES: list[tuple[str, str, list[Any]]] = [
         [ADD],
     ),
     (DEEPSEEK, "<｜tool▁calls▁begin｜>?<｜tool▁calls▁end｜>", None),
+    # Gemma 4
+    (
+        GEMMA,
+        'Yes.<|tool_call>call:add{a:1,b:-2.5,list:[1,<|"|>x, y<|"|>,{k:null}],'
+        'note:<|"|>a "b": {c}\n<|"|>}<tool_call|><|tool_call>call:now{}<tool_call|>',
+        [
+            answer("Yes."),
+            Call(
+                "add", {"a": 1, "b": -2.5, "list": [1, "x, y", {"k": None}], "note": 'a "b": {c}\n'}
+            ),
+            Call("now", {}),
+        ],
+    ),
+    (
+        GEMMA,
+        "<|channel>thought\nI <|tool_call> add.\n<channel|>"
+        '<|tool_call>call:add{note:<|"|><tool_call|><|"|>,<|"|>a<|"|>:None, b :1}<tool_call|>',
+        [
+            ("thinking", "I <|tool_call> add.\n"),
+            Call("add", {"note": "<tool_call|>", "a": None, "b": 1}),
+        ],
+    ),
+    (GEMMA, "Four.<|channel>thought\n<channel|>", [answer("Four.")]),
+    (GEMMA, "<|channel><channel|>Four.<channel|>", [answer("Four.")]),
+    (GEMMA, "<|channel>thought\nhm", [("thinking", "hm")]),
+    (GEMMA, "<|tool_call>call:rm{a:1}<tool_call|>", None),
+    (GEMMA, "<|tool_call>call:add{a:one}<tool_call|>", None),
+    (GEMMA, "<|tool_call>call:add{a:1<tool_call|>", None),
+    (GEMMA, "<|tool_call>call:add[1]<tool_call|>", None),
+    (GEMMA, '<|tool_call>call:add{note:<|"|>x}<tool_call|>', None),
+    (GEMMA, f"<|tool_call>call:add{{a:{'[' * 100_000}<tool_call|>", None),
     # harmony
     (
         HARMONY,
@@ -332,11 +366,12 @@ def test_without_tools_marks_are_text() -> None:
              "final", "<minimax:tool_call>", "</minimax:tool_call>", '<invoke name="now">',
              "</invoke>", "<|tool_calls_section_begin|>", "<|tool_call_begin|>", "{}",
              "<|tool_call_argument_begin|>", "<|tool_calls_section_end|>", "<|tool_call_start|>",
-             "[now()", "]", "<|tool_call_end|>"]
+             "[now()", "]", "<|tool_call_end|>", "<|tool_call>", "<tool_call|>", "call:add{",
+             "<|channel>", "<channel|>", '<|"|>']
         ),
         max_size=30,
     ),
-    st.sampled_from([TAGS, CODER, MISTRAL, HARMONY, MINIMAX, KIMI, LFM2]),
+    st.sampled_from([TAGS, CODER, MISTRAL, HARMONY, MINIMAX, KIMI, LFM2, GEMMA]),
     st.integers(1, 9),
 )  # fmt: skip
 def test_any_text_is_heard_the_same_in_pieces(words: list[str], template: str, size: int) -> None:

@@ -26,6 +26,7 @@ REMEMBERED = {
     "dots1": ("dots1", 3 * 2 * 2 * 12),
     "ernie4.5": ("ernie4_5_moe", 3 * 2 * 2 * 6),
     "exaone": ("exaone_moe", 3 * 2 * 2 * 12),
+    "gemma4": ("gemma4", 2 * 2 * 12 + 2 * 2 * 1 * 16),  # wider heads in two layers
     "hunyuan": ("hunyuan_v1_moe", 2 * 2 * 2 * 12),
     "laguna": ("laguna", 3 * 2 * 2 * 12),
     "lfm2": ("lfm2_moe", 1 * 2 * 2 * 6),  # one layer of four
