@@ -234,11 +234,13 @@ class Decoder:
         parts: Parts,
         recurrent: RecurrentLayout | None = None,
         more_ropes: Sequence[tuple[RopeConfig, int]] = (),
+        indexers: tuple[int, ...] = (),
     ) -> None:
         """Build the decoder around its blocks.
 
         planes: the planes that attention caches per layer; see kv_cache.py. recurrent: the memory
-        of the layers without attention. more_ropes: see PassRows.turned_by.
+        of the layers without attention. more_ropes: see PassRows.turned_by. indexers: the width of
+        each one's keys.
         """
         self.moe = moe
         self.vocab_size = config.vocab
@@ -247,7 +249,7 @@ class Decoder:
         embedding = parts.embedding("model.embed_tokens", config.vocab, config.hidden)
         attending = config.layers - (0 if recurrent is None else recurrent.layers)
         self._cache = CacheLayout(
-            attending, planes, embedding.dtype, embedding.device, recurrent, parts.kv
+            attending, planes, embedding.dtype, embedding.device, recurrent, parts.kv, indexers
         )
         head = "model.embed_tokens" if config.tied_embeddings else "lm_head"
         self._logits_scale = config.logits_scale

@@ -9,6 +9,8 @@ One layer of a cache, with `capacity` columns of which the first `length` hold t
     latent attention (MLA)    latent [1, capacity, kv_lora_rank + rope_dim]: compressed key-value,
                               then the rotated key that all heads share
 
+Behind all layers comes a plane for each indexer (indexer.py): keys [1, capacity, index_head_dim].
+
 A cache in q8 holds rows of kv_q8.py, as bytes, in place of [head_dim] values and so on.
 The memory of recurrent layers does not grow with the text: see recurrent.py.
 """
@@ -16,7 +18,7 @@ The memory of recurrent layers does not grow with the text: see recurrent.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -40,13 +42,15 @@ class CacheLayout:
     device: torch.device
     recurrent: RecurrentLayout | None = None  # of the other layers
     form: KvForm = "full"
+    indexers: tuple[int, ...] = ()  # the width of each indexer's keys
 
     @property
-    def stored(self) -> tuple[tuple[int, int], ...]:
-        """The planes as they are stored: (heads, items of a row)."""
+    def stored(self) -> list[tuple[tuple[int, int], ...]]:
+        """The planes of each layer, then of each indexer, as stored: (heads, items of a row)."""
+        found = [self.planes] * self.layers + [((1, width),) for width in self.indexers]
         if self.form == "full":
-            return self.planes
-        return tuple((heads, row_bytes(width)) for heads, width in self.planes)
+            return found
+        return [tuple((heads, row_bytes(width)) for heads, width in planes) for planes in found]
 
     @property
     def stored_dtype(self) -> torch.dtype:
@@ -56,8 +60,8 @@ class CacheLayout:
     @property
     def bytes_per_token(self) -> int:
         """Bytes per token of all layers together."""
-        items = sum(heads * width for heads, width in self.stored)
-        return self.layers * items * self.stored_dtype.itemsize
+        items = sum(heads * width for planes in self.stored for heads, width in planes)
+        return items * self.stored_dtype.itemsize
 
     @property
     def fixed_bytes(self) -> int:
@@ -79,8 +83,8 @@ class KvCache:
         self.recurrent: RecurrentMemory | None = None
         if layout.recurrent is not None:
             self.recurrent = RecurrentMemory(layout.recurrent, layout.device)
-        shapes = [(heads, capacity, width) for heads, width in layout.stored]
-        self._layers = tensors_of_layers(layout.layers, shapes, layout.stored_dtype, layout.device)
+        shapes = [[(heads, capacity, width) for heads, width in p] for p in layout.stored]
+        self._layers = tensors_of_layers(shapes, layout.stored_dtype, layout.device)
 
     @property
     def length(self) -> int:
@@ -217,6 +221,7 @@ class PassRows:
     cos: Tensor
     sin: Tensor
     others: tuple[tuple[Tensor, Tensor], ...] = ()  # cos and sin of a decoder's further ropes
+    chosen: list[Tensor] = field(default_factory=list)  # by an earlier layer: see sparse_mla.py
 
     def turned_by(self, rope: int) -> PassRows:
         """Return the same rows with the angles of another rope; 0 is the first one."""
