@@ -5,13 +5,16 @@ Math as in transformers 5.23, modeling_deepseek_v3.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from torch import Tensor
 
 from moeinf.models.base import Family, Model, MoeShape, Parts
 from moeinf.models.config import MAX_LAYERS, Fields
 from moeinf.models.layers.decoder import Block, BodyConfig, Decoder, parse_body
+from moeinf.models.layers.kv_cache import PassRows
 from moeinf.models.layers.mla import MlaAttention, MlaShape, parse_mla
 from moeinf.models.layers.norms import RmsNorm
 from moeinf.models.layers.sigmoid_experts import (
@@ -58,11 +61,27 @@ def parse(values: Mapping[str, Any]) -> DeepseekV3Config:
 def build(config: DeepseekV3Config, parts: Parts) -> Model:
     """See base.Family."""
     shape = config.attention
-    blocks = [_block(config, parts, layer) for layer in range(config.body.layers)]
+    blocks = [
+        block(
+            config,
+            parts,
+            layer,
+            MlaAttention(
+                layer, shape, config.body.hidden, parts, f"model.layers.{layer}.self_attn"
+            ),
+        )
+        for layer in range(config.body.layers)
+    ]
     return Decoder(config.body, config.moe, shape.planes, shape.rope, blocks, parts)
 
 
-def _block(config: DeepseekV3Config, parts: Parts, layer: int) -> Block:
+def block(
+    config: DeepseekV3Config,
+    parts: Parts,
+    layer: int,
+    attention: Callable[[Tensor, PassRows], Tensor],
+) -> Block:
+    """Return layer `layer` with its attention."""
     body, prefix = config.body, f"model.layers.{layer}"
 
     def norm(name: str) -> RmsNorm:
@@ -70,7 +89,7 @@ def _block(config: DeepseekV3Config, parts: Parts, layer: int) -> Block:
 
     return Block(
         attention_norm=norm("input_layernorm"),
-        attention=MlaAttention(layer, config.attention, body.hidden, parts, f"{prefix}.self_attn"),
+        attention=attention,
         ffn_norm=norm("post_attention_layernorm"),
         ffn=sigmoid_ffn(config.ffn, parts, layer, f"{prefix}.mlp"),
     )

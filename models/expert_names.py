@@ -6,7 +6,7 @@ The family passes in the numbers of its sparse layers.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 from moeinf.models.base import ExpertPart, ModelDataError, Role
 
@@ -66,7 +66,7 @@ def known_layer(name: str, number: str, layers: int) -> int:
     return int(number)
 
 
-def is_layer(name: str, layers: range) -> bool:
+def is_layer(name: str, layers: Container[int]) -> bool:
     """Return whether a tensor belongs to one of these layers."""
     match = _LAYER.match(name)
     return match is not None and int(match[1]) in layers

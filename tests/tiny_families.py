@@ -118,6 +118,17 @@ def deepseek_v3(**settings: Any) -> Tiny:
     return Tiny("deepseek_v3", "DeepseekV3Config", {**_DEEPSEEK, "q_lora_rank": 14, **settings})
 
 
+def deepseek_v32(**settings: Any) -> Tiny:
+    index = {"index_topk": 8, "index_n_heads": 12, "index_head_dim": 14}
+    sizes = {**glm4_lite().settings, **index, "n_group": 1, "topk_group": 1}
+    more = {"first_k_dense_replace": 1}
+    return Tiny("deepseek_v32", "DeepseekV32Config", {**sizes, **more, **settings})
+
+
+def glm_dsa(**settings: Any) -> Tiny:
+    return Tiny("glm_moe_dsa", "GlmMoeDsaConfig", deepseek_v32(**settings).settings)
+
+
 def glm4(**settings: Any) -> Tiny:
     sizes = {
         "hidden_size": 36,

@@ -5,10 +5,12 @@ from __future__ import annotations
 from tests.tiny_families import (
     YARN,
     Tiny,
+    deepseek_v32,
     dots1,
     ernie,
     exaone_moe,
     gemma4,
+    glm_dsa,
     hunyuan,
     laguna,
     lfm2,
@@ -222,6 +224,54 @@ RECENT: dict[str, Tiny] = {
             "original_max_position_embeddings": 16,
         },
     ),
+    "v32": deepseek_v32(
+        n_group=4,
+        topk_group=2,
+        rope_parameters={**YARN, "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+    ),
+    "v32-one-key": deepseek_v32(
+        first_k_dense_replace=0,
+        num_hidden_layers=2,
+        index_topk=1,
+        index_head_dim=8,  # all of it rotates
+        num_experts_per_tok=1,
+        n_shared_experts=2,
+        attention_bias=True,
+        tie_word_embeddings=True,
+        rms_norm_eps=0.03,
+    ),
+    "v32-all-experts": deepseek_v32(
+        mlp_layer_types=["sparse", "dense", "sparse"],
+        index_topk=33,
+        index_head_dim=35,
+        num_experts_per_tok=8,
+        v_head_dim=22,
+        norm_topk_prob=False,
+        rope_parameters={**YARN, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.5},
+    ),
+    "glm-dsa": glm_dsa(
+        num_hidden_layers=4,
+        index_topk=33,
+        index_topk_freq=2,
+        index_skip_topk_offset=2,  # layers 0, 1 and 3 have an indexer
+    ),
+    "glm-dsa-full": glm_dsa(
+        index_topk=24,
+        first_k_dense_replace=2,
+        n_group=2,
+        topk_group=1,
+        n_shared_experts=2,
+        num_experts_per_tok=1,
+        attention_bias=True,
+        tie_word_embeddings=True,
+        rms_norm_eps=0.03,
+    ),
+    "glm-dsa-one-indexer": glm_dsa(
+        indexer_types=["full", "shared", "shared"],
+        index_topk=13,
+        num_experts_per_tok=8,
+        rope_parameters={**YARN, "factor": 4.0},
+    ),
 }
 # One configuration of each of these families is tested by default, and all with -m full.
 BRIEF: tuple[str, ...] = (
@@ -236,4 +286,6 @@ BRIEF: tuple[str, ...] = (
     "mistral4",
     "laguna",
     "gemma4",
+    "v32",
+    "glm-dsa",
 )

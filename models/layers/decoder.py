@@ -245,12 +245,13 @@ class Decoder:
         recurrent: RecurrentLayout | None = None,
         more_ropes: Sequence[tuple[RopeConfig, int]] = (),
         planes_of_each: Sequence[Planes] = (),
+        indexers: tuple[int, ...] = (),
     ) -> None:
         """Build the decoder around its blocks.
 
         planes: the planes that attention caches per layer; see kv_cache.py. recurrent: the memory
         of the layers without attention. more_ropes: see PassRows.turned_by. planes_of_each: see
-        CacheLayout.each.
+        CacheLayout.each. indexers: the width of each one's keys.
         """
         self.moe = moe
         self.vocab_size = config.vocab
@@ -260,7 +261,7 @@ class Decoder:
         attending = config.layers - (0 if recurrent is None else recurrent.layers)
         self._cache = CacheLayout(
             attending, planes, embedding.dtype, embedding.device, recurrent, parts.kv,
-            tuple(planes_of_each),
+            tuple(planes_of_each), indexers,
         )  # fmt: skip
         head = "model.embed_tokens" if config.tied_embeddings else "lm_head"
         self._logits_scale, self._logits_cap = config.logits_scale, config.logits_cap

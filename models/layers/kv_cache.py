@@ -9,6 +9,8 @@ One layer of a cache, with `capacity` columns of which the first `length` hold t
     latent attention (MLA)    latent [1, capacity, kv_lora_rank + rope_dim]: compressed key-value,
                               then the rotated key that all heads share
 
+Behind all layers comes a plane for each indexer (indexer.py): keys [1, capacity, index_head_dim].
+
 A cache in q8 holds rows of kv_q8.py, as bytes, in place of [head_dim] values and so on.
 The memory of recurrent layers does not grow with the text: see recurrent.py.
 """
@@ -16,7 +18,7 @@ The memory of recurrent layers does not grow with the text: see recurrent.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -43,11 +45,13 @@ class CacheLayout:
     recurrent: RecurrentLayout | None = None  # of the other layers
     form: KvForm = "full"
     each: tuple[Planes, ...] = ()  # the planes of every layer, where layers differ
+    indexers: tuple[int, ...] = ()  # the width of each indexer's keys
 
     @property
     def stored(self) -> tuple[Planes, ...]:
-        """The planes of every layer as they are stored: (heads, items of a row)."""
+        """The planes of each layer, then of each indexer, as stored: (heads, items of a row)."""
         each = self.each or (self.planes,) * self.layers
+        each += tuple(((1, width),) for width in self.indexers)
         if self.form == "full":
             return each
         return tuple(tuple((heads, row_bytes(width)) for heads, width in p) for p in each)
@@ -221,6 +225,7 @@ class PassRows:
     cos: Tensor
     sin: Tensor
     others: tuple[tuple[Tensor, Tensor], ...] = ()  # cos and sin of a decoder's further ropes
+    chosen: list[Tensor] = field(default_factory=list)  # by an earlier layer: see sparse_mla.py
 
     def turned_by(self, rope: int) -> PassRows:
         """Return the same rows with the angles of another rope; 0 is the first one."""

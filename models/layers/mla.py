@@ -13,7 +13,7 @@ A cache in q8 gives its latents as a copy for each request: S × (kv_lora + rope
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -94,7 +94,11 @@ class LowRank:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map [T, in] to [T, out]."""
-        return self.up(self.norm(self.down(x)))
+        return self.up(self.narrow(x))
+
+    def narrow(self, x: Tensor) -> Tensor:
+        """Map [T, in] to the normed bottleneck [T, rank]."""
+        return self.norm(self.down(x))
 
 
 class MlaAttention:
@@ -117,7 +121,8 @@ class MlaAttention:
         rows = shape.heads * (shape.nope + shape.value)
         kv_b = parts.tensor(f"{prefix}.kv_b_proj.weight", rows, shape.kv_lora)
         kv_b = kv_b.view(shape.heads, -1, shape.kv_lora)
-        self.core = parts.tuned(MlaCore(layer, shape, norm, kv_b))
+        self.torch_core = MlaCore(layer, shape, norm, kv_b)
+        self.core = parts.tuned(self.torch_core)
         self.o = parts.linear(f"{prefix}.o_proj", hidden, shape.heads * shape.value, shape.bias)
 
     def __call__(self, x: Tensor, rows: PassRows) -> Tensor:
@@ -154,8 +159,8 @@ class MlaCore:
         out = q.new_empty(len(q), shape.heads, shape.value)
         singles = [i for i, span in enumerate(rows.spans) if span.count == 1]
         if singles:
-            at = _rows([rows.spans[i].rows.start for i in singles])
-            out[at] = self._absorbed(q_nope[at], q_rope[at], [past[i] for i in singles])
+            at = as_index([rows.spans[i].rows.start for i in singles])
+            out[at] = self.absorbed(q_nope[at], q_rope[at], (past[i] for i in singles))
         for span, memory in zip(rows.spans, past, strict=True):
             if span.count > 1:
                 self._expanded(q_nope, q_rope, span, memory, out)
@@ -181,14 +186,14 @@ class MlaCore:
         w_uv = self.kv_b[:, self.shape.nope :]  # [H, v, kv_lora]
         return (mixed.transpose(0, 1) @ w_uv.mT).transpose(0, 1)
 
-    def _absorbed(self, q_nope: Tensor, q_rope: Tensor, past: Sequence[Tensor]) -> Tensor:
-        """Attend with one row of each of R requests; return [R, H, v].
+    def absorbed(self, q_nope: Tensor, q_rope: Tensor, past: Iterable[Tensor]) -> Tensor:
+        """Attend with each of R rows to tokens of its own; return [R, H, v].
 
-        q_nope [R, H, nope], q_rope [R, H, rope]; past [S, kv_lora + rope] per request.
+        q_nope [R, H, nope], q_rope [R, H, rope]; past [S, kv_lora + rope] per row.
         """
         shape = self.shape
         q = self.absorb(q_nope, q_rope)
-        mixed = q.new_empty(len(past), shape.heads, shape.kv_lora)  # [R, H, kv_lora]
+        mixed = q.new_empty(len(q), shape.heads, shape.kv_lora)  # [R, H, kv_lora]
         for row, memory in enumerate(past):
             shared = memory[None]  # [1, S, kv_lora + rope]: one key head for all query heads
             values = shared[..., : shape.kv_lora]
@@ -227,7 +232,7 @@ class MlaCore:
             out[span.rows, block] = done[..., : shape.value]
 
 
-def _rows(places: list[int]) -> slice | list[int]:
+def as_index(places: list[int]) -> slice | list[int]:
     """Return consecutive places as a slice, because a list index is copied to the rows' device."""
     first, last = places[0], places[-1]
     return slice(first, last + 1) if last - first + 1 == len(places) else places

@@ -86,11 +86,13 @@ def parse_sigmoid_experts(
     )
 
 
-def parse_mlp_types(fields: Fields, layers: int) -> tuple[int, ...]:
+def parse_mlp_types(fields: Fields, layers: int, default_dense: int = 1) -> tuple[int, ...]:
     """Return the sparse layers: mlp_layer_types names them, else all but the first ones are."""
     types = fields.words("mlp_layer_types", known=("dense", "sparse"), count=layers)
     if types is None:
-        first = fields.integer("first_k_dense_replace", low=0, high=MAX_LAYERS, default=1)
+        first = fields.integer(
+            "first_k_dense_replace", low=0, high=MAX_LAYERS, default=default_dense
+        )
         return tuple(range(first, layers))
     return tuple(layer for layer, word in enumerate(types) if word == "sparse")
 

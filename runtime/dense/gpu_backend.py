@@ -15,6 +15,7 @@ from moeinf.models.base import Piece
 from moeinf.models.layers.attention import GqaCore
 from moeinf.models.layers.decoder import DecodeStep
 from moeinf.models.layers.ffn import GatedMlp
+from moeinf.models.layers.kv_cache import CacheLayout
 from moeinf.models.layers.mla import LowRank, MlaCore
 from moeinf.models.layers.norms import HeadNorm, RmsNorm, WideRmsNorm
 from moeinf.models.layers.routing import (
@@ -75,11 +76,15 @@ class DevicePieces:
         if type(piece) in _PIECES:
             made = _PIECES[type(piece)](piece, self._device)
             self._cores += isinstance(piece, GqaCore | MlaCore)
-        elif isinstance(piece, DecodeStep) and self._cores == piece.cache.layers:
+        elif isinstance(piece, DecodeStep) and self._replayable(piece.cache):
             graphs = self._device.graphs()
             if graphs is not None:
                 made = GraphedStep(piece, graphs, self._tell)
         return cast(Piece, made)
+
+    def _replayable(self, cache: CacheLayout) -> bool:
+        """Return True if no step reads the position on the host, as indexers do."""
+        return self._cores == cache.layers and not cache.indexers
 
     def _tell(self, words: str, pays: bool) -> None:
         self.graphs, self.note = (words, None) if pays else (None, f"no CUDA graphs: {words}")

@@ -19,14 +19,18 @@ from tests.encoder_decoders import PAIRS
 from tests.fakes import load_resident
 from tests.tiny import TINY, by_default, save_tiny, tiny_config
 
-DERIVED = ("layer_types", "mlp_layer_types")  # they hide the keys from which they are computed
+DERIVED = (
+    "layer_types",
+    "mlp_layer_types",
+    "indexer_types",
+)  # they hide the keys from which they are computed
 # Every family, and every section of rope; arctic has no class in transformers 5.
 NAMES = ["mixtral-window", "mixtral-all-experts", "olmoe-yarn", "deepseek-lite", "deepseek-groups"]
 NAMES += ["deepseek-v3", "deepseek-v3-bare", "glm4", "glm4-yarn", "glm4-lite", "gpt-oss", "granite"]
 NAMES += ["phimoe", "phimoe-longrope", "qwen2", "qwen2-window", "qwen3-window", "qwen3.5"]
 NAMES += ["qwen3.5-full-first", "granite-shared", "switch", "nllb"]
 NAMES += ["minimax-m2", "qwen3-next", "dots1-window", "ernie4.5", "hunyuan", "exaone", "solar"]
-NAMES += ["lfm2", "mistral4", "laguna", "gemma4"]
+NAMES += ["lfm2", "mistral4", "laguna", "gemma4", "v32", "glm-dsa"]
 Values = dict[str, Any]
 
 

@@ -115,6 +115,8 @@ def test_many_rows_of_logits(olmoe: Pair) -> None:
         ("granite", 2 * 2 * 2 * 8),
         ("phimoe", 2 * 2 * 2 * 12),
         ("glm4-lite", 3 * (20 + 8)),
+        ("v32", 3 * (20 + 8 + 14)),  # with the indexers' keys
+        ("glm-dsa", 4 * (20 + 8) + 3 * 14),  # one layer of four has no indexer
         ("qwen2-window", 4 * 2 * 3 * 12),
         ("qwen3", 2 * 2 * 2 * 12),
         ("qwen3.5", 1 * 2 * 1 * 16),  # one layer of four has attention

@@ -32,6 +32,7 @@ from tests.scattered import OneByOne, split_scales
 from tests.tiny import save_tiny
 
 BLOCK = [8, 16]  # does not divide the matrices' sides
+FLOATS = ("_proj.weight", ".wq_b.weight", ".wk.weight")  # the indexers' too
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": BLOCK}
 
 
@@ -54,12 +55,12 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def save_fp8(folder: Path) -> dict[str, Tensor]:
-    """Convert the tiny deepseek_v3 to 8 bits; return its widened weights."""
-    save_tiny("deepseek-v3", folder)
+    """Convert the tiny deepseek_v32 to 8 bits; return its widened weights."""
+    save_tiny("v32", folder)
     tensors, meaning = load_file(folder / "model.safetensors"), {}
     for name, tensor in list(tensors.items()):
         meaning[name] = tensor
-        if name.endswith("_proj.weight"):
+        if name.endswith(FLOATS) and not name.endswith("weights_proj.weight"):
             raw, scales, meaning[name] = quantise(tensor)
             tensors |= {name: raw, f"{name}_scale_inv": scales}
     save_file(tensors, folder / "model.safetensors")

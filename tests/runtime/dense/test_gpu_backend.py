@@ -210,6 +210,7 @@ def test_a_layer_launches_a_few_kernels(name: str, tmp_path: Path, fake: Fake) -
     [
         *("olmoe-renormalised", "glm4-head-norms", "deepseek-groups", "gpt-oss", "phimoe"),
         *("qwen3.5", pytest.param("gemma4", marks=pytest.mark.full)),
+        pytest.param("v32-one-key", marks=pytest.mark.full),
     ],
 )
 def test_a_family_decodes_with_kernels_as_with_torch(

@@ -28,6 +28,7 @@ CONFIGS += ["dots1-window", "ernie4.5", "ernie4.5-intervals", "hunyuan", "hunyua
 CONFIGS += ["exaone", "exaone-groups", "solar", "solar-one-expert", "lfm2", "lfm2-biased"]
 CONFIGS += ["mistral4", "mistral4-groups", "laguna", "laguna-elements", "gemma4"]
 CONFIGS += ["gemma4-own-values"]
+CONFIGS += ["v32", "v32-all-experts", "glm-dsa", "glm-dsa-one-indexer"]
 CONFIGS += ["qwen2", "qwen2-window", "qwen3", "qwen3-sparse-step", "qwen3-window"]
 GREEDY = SamplingOptions(temperature=0)
 

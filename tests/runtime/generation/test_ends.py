@@ -24,6 +24,8 @@ CASES: list[tuple[str, dict[str, Any], set[int]]] = [
     ("gemma-4: a result of a tool follows", {"config": 1, "generation_config": [1, 106, 50]},
      {1, 106, 50}),
     ("glm-4.5", {"config": [151329, 151336, 151338]}, {151329, 151336, 151338}),
+    ("deepseek-v3.2", {"config": 1}, {1}),
+    ("glm-5", {"config": [154820, 154827, 154829]}, {154820, 154827, 154829}),
     ("arctic: files disagree", {"config": 31999, "generation_config": 2}, {31999, 2}),
     ("the tokenizer alone knows", {"tokenizer": "<end>"}, {END}),
     ("all three", {"config": 5, "generation_config": [6], "tokenizer": {"content": "<end>"}},

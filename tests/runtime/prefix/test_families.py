@@ -23,8 +23,10 @@ KINDS = [
     ("qwen3.5", "full"),
     ("qwen3.5", "q8"),
     ("phimoe", "full"),
+    ("glm-dsa", "full"),
+    ("glm-dsa", "q8"),
     pytest.param("lfm2", "full", marks=pytest.mark.full),
-]  # MLA, windows, recurrent, longrope
+]  # MLA, windows, recurrent, longrope, indexers
 IDS = [(7 * place + place // 5) % 50 for place in range(100)]
 
 

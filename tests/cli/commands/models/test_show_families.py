@@ -33,6 +33,8 @@ REMEMBERED = {
     "minimax-m2": ("minimax_m2", 2 * 2 * 2 * 12),
     "mistral4": ("mistral4", 3 * (20 + 8)),
     "qwen3-next": ("qwen3_next", 1 * 2 * 1 * 16),  # one layer of four
+    "v32": ("deepseek_v32", 3 * (20 + 8 + 14)),  # with the indexers' keys
+    "glm-dsa": ("glm_moe_dsa", 4 * (20 + 8) + 3 * 14),  # one layer of four has no indexer
     "solar": ("solar_open", 2 * 2 * 2 * 12),
     "deepseek-lite": ("deepseek_v2", 3 * (20 + 8)),
     "deepseek-v3": ("deepseek_v3", 3 * (20 + 8)),
