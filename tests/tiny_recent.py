@@ -11,6 +11,7 @@ from tests.tiny_families import (
     hunyuan,
     laguna,
     lfm2,
+    mimo,
     minimax_m2,
     mistral4,
     qwen3_next,
@@ -192,6 +193,35 @@ RECENT: dict[str, Tiny] = {
             "original_max_position_embeddings": 16,
         },
     ),
+    "mimo": mimo(),
+    "mimo-wide-values": mimo(
+        v_head_dim=20,
+        num_key_value_heads=2,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        mlp_layer_types=["sparse", "dense", "sparse"],
+        sliding_window=3,
+        num_experts_per_tok=1,
+        n_routed_experts=8,
+        n_group=4,
+        topk_group=2,
+        norm_topk_prob=False,
+        routed_scaling_factor=2.5,
+        attention_value_scale=None,
+        attention_bias=True,
+        tie_word_embeddings=True,
+        rms_norm_eps=0.03,
+    ),
+    "mimo-all-experts": mimo(
+        head_dim=16,
+        v_head_dim=16,
+        layer_types=None,
+        num_hidden_layers=7,
+        num_experts_per_tok=7,
+        rope_parameters={
+            "full_attention": {"rope_theta": 500.0, "partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_theta": 1e4, "partial_rotary_factor": 0.25},
+        },
+    ),
 }
 # One configuration of each of these families is tested by default, and all with -m full.
 BRIEF: tuple[str, ...] = (
@@ -205,4 +235,5 @@ BRIEF: tuple[str, ...] = (
     "lfm2",
     "mistral4",
     "laguna",
+    "mimo",
 )

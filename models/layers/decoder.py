@@ -30,7 +30,15 @@ from moeinf.models.config import (
     Fields,
 )
 from moeinf.models.layers.batches import check_batch
-from moeinf.models.layers.kv_cache import CacheLayout, KvCache, PassRows, Piece, Span, divided
+from moeinf.models.layers.kv_cache import (
+    CacheLayout,
+    KvCache,
+    PassRows,
+    Piece,
+    Planes,
+    Span,
+    divided,
+)
 from moeinf.models.layers.moe import Router, SparseFfn, one_pass
 from moeinf.models.layers.norms import RmsNorm, WideRmsNorm, centred_norm, layer_norm
 from moeinf.models.layers.recurrent import RecurrentLayout
@@ -228,17 +236,19 @@ class Decoder:
         self,
         config: BodyConfig,
         moe: MoeShape,
-        planes: tuple[tuple[int, int], ...],
+        planes: Planes,
         rope_dim: int,
         blocks: Sequence[Layer],
         parts: Parts,
         recurrent: RecurrentLayout | None = None,
         more_ropes: Sequence[tuple[RopeConfig, int]] = (),
+        planes_of_each: Sequence[Planes] = (),
     ) -> None:
         """Build the decoder around its blocks.
 
         planes: the planes that attention caches per layer; see kv_cache.py. recurrent: the memory
-        of the layers without attention. more_ropes: see PassRows.turned_by.
+        of the layers without attention. more_ropes: see PassRows.turned_by. planes_of_each: see
+        CacheLayout.each.
         """
         self.moe = moe
         self.vocab_size = config.vocab
@@ -247,8 +257,9 @@ class Decoder:
         embedding = parts.embedding("model.embed_tokens", config.vocab, config.hidden)
         attending = config.layers - (0 if recurrent is None else recurrent.layers)
         self._cache = CacheLayout(
-            attending, planes, embedding.dtype, embedding.device, recurrent, parts.kv
-        )
+            attending, planes, embedding.dtype, embedding.device, recurrent, parts.kv,
+            tuple(planes_of_each),
+        )  # fmt: skip
         head = "model.embed_tokens" if config.tied_embeddings else "lm_head"
         self._logits_scale = config.logits_scale
         self._body = DecodeStep(

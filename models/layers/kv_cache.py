@@ -5,7 +5,7 @@ A cache holds planes of vectors per layer, with one vector per token.
 One layer of a cache, with `capacity` columns of which the first `length` hold tokens:
 
     grouped-query attention   keys   [kv_heads, capacity, head_dim]
-                              values [kv_heads, capacity, head_dim]
+                              values [kv_heads, capacity, value_dim]
     latent attention (MLA)    latent [1, capacity, kv_lora_rank + rope_dim]: compressed key-value,
                               then the rotated key that all heads share
 
@@ -26,6 +26,8 @@ from moeinf.models.base import KvForm
 from moeinf.models.layers.kv_q8 import quantised, row_bytes, widened
 from moeinf.models.layers.recurrent import RecurrentLayout, RecurrentMemory, tensors_of_layers
 
+Planes = tuple[tuple[int, int], ...]  # of a layer: heads and width of each
+
 
 @dataclass(frozen=True)
 class CacheLayout:
@@ -35,18 +37,20 @@ class CacheLayout:
     """
 
     layers: int
-    planes: tuple[tuple[int, int], ...]
+    planes: Planes  # of a layer, unless `each` has its own
     dtype: torch.dtype
     device: torch.device
     recurrent: RecurrentLayout | None = None  # of the other layers
     form: KvForm = "full"
+    each: tuple[Planes, ...] = ()  # the planes of every layer, where layers differ
 
     @property
-    def stored(self) -> tuple[tuple[int, int], ...]:
-        """The planes as they are stored: (heads, items of a row)."""
+    def stored(self) -> tuple[Planes, ...]:
+        """The planes of every layer as they are stored: (heads, items of a row)."""
+        each = self.each or (self.planes,) * self.layers
         if self.form == "full":
-            return self.planes
-        return tuple((heads, row_bytes(width)) for heads, width in self.planes)
+            return each
+        return tuple(tuple((heads, row_bytes(width)) for heads, width in p) for p in each)
 
     @property
     def stored_dtype(self) -> torch.dtype:
@@ -56,8 +60,8 @@ class CacheLayout:
     @property
     def bytes_per_token(self) -> int:
         """Bytes per token of all layers together."""
-        items = sum(heads * width for heads, width in self.stored)
-        return self.layers * items * self.stored_dtype.itemsize
+        items = sum(heads * width for planes in self.stored for heads, width in planes)
+        return items * self.stored_dtype.itemsize
 
     @property
     def fixed_bytes(self) -> int:
@@ -79,8 +83,8 @@ class KvCache:
         self.recurrent: RecurrentMemory | None = None
         if layout.recurrent is not None:
             self.recurrent = RecurrentMemory(layout.recurrent, layout.device)
-        shapes = [(heads, capacity, width) for heads, width in layout.stored]
-        self._layers = tensors_of_layers(layout.layers, shapes, layout.stored_dtype, layout.device)
+        shapes = [[(heads, capacity, width) for heads, width in planes] for planes in layout.stored]
+        self._layers = tensors_of_layers(shapes, layout.stored_dtype, layout.device)
 
     @property
     def length(self) -> int:

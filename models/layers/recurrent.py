@@ -54,7 +54,7 @@ class RecurrentMemory:
     def __init__(self, layout: RecurrentLayout, device: torch.device) -> None:
         self._layout = layout
         shapes = [(layout.slots, *shape) for shape in layout.shapes]
-        self._tensors = tensors_of_layers(layout.layers, shapes, torch.float32, device)
+        self._tensors = tensors_of_layers([shapes] * layout.layers, torch.float32, device)
         self._now: int | None = None  # None: nothing read yet
         self._marks: list[tuple[int, int]] = []  # (tokens, slot), ascending
         self._next = 0
@@ -166,9 +166,9 @@ class RecurrentMemory:
 
 
 def tensors_of_layers(
-    layers: int, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device
+    shapes: Sequence[Sequence[tuple[int, ...]]], dtype: torch.dtype, device: torch.device
 ) -> list[tuple[Tensor, ...]]:
-    """Return one uninitialised tensor of every shape for each layer.
+    """Return one uninitialised tensor for every shape of each layer.
 
     On a GPU all are views of one allocation. Single ones often have 1 to 10 MiB, which torch rounds
     up by as much as a quarter.
@@ -178,7 +178,7 @@ def tensors_of_layers(
         return torch.empty(shape, dtype=dtype, device=device)
 
     if device.type == "cpu":
-        return [tuple(empty(*shape) for shape in shapes) for _ in range(layers)]
-    sizes = [math.prod(shape) for shape in shapes] * layers
+        return [tuple(empty(*shape) for shape in layer) for layer in shapes]
+    sizes = [math.prod(shape) for layer in shapes for shape in layer]
     parts = iter(torch.split(empty(sum(sizes)), sizes))
-    return [tuple(next(parts).view(shape) for shape in shapes) for _ in range(layers)]
+    return [tuple(next(parts).view(shape) for shape in layer) for layer in shapes]

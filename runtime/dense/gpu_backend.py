@@ -21,7 +21,13 @@ from moeinf.models.layers.routing import SigmoidRouter, SoftmaxRouter, SparseMix
 from moeinf.offload.gpu_kernels.router_spec import RouterKind
 from moeinf.offload.store.compute import MOST_ROWS
 from moeinf.runtime.dense.cpu_linear import Products
-from moeinf.runtime.dense.gpu_attention import CoreMath, DeviceGqa, DeviceMla, DeviceNorm
+from moeinf.runtime.dense.gpu_attention import (
+    CoreMath,
+    DeviceGqa,
+    DeviceMla,
+    DeviceNorm,
+    device_gqa,
+)
 from moeinf.runtime.dense.graphed_step import GraphedStep, Graphs
 
 _Router = SoftmaxRouter | TopSoftmaxRouter | SigmoidRouter | SparseMixer
@@ -62,7 +68,7 @@ class DevicePieces:
         made: object = piece
         if type(piece) in _PIECES:
             made = _PIECES[type(piece)](piece, self._device)
-            self._cores += isinstance(piece, GqaCore | MlaCore)
+            self._cores += isinstance(made, DeviceGqa | DeviceMla)
         elif isinstance(piece, DecodeStep) and self._cores == piece.cache.layers:
             graphs = self._device.graphs()
             if graphs is not None:
@@ -117,7 +123,7 @@ def _kind_of(router: _Router) -> RouterKind:
 
 
 _PIECES: dict[type, Callable[[Any, DeviceMath], object]] = {
-    GqaCore: DeviceGqa,
+    GqaCore: device_gqa,
     MlaCore: DeviceMla,
     RmsNorm: DeviceNorm,
     WideRmsNorm: DeviceNorm,

@@ -60,7 +60,7 @@ def _identity(
     about = {
         "version": (version(), str(torch.__version__), kernel_path()),
         "model": (manifest.digest, manifest.dtype),
-        "cache": (layout.layers, layout.planes, str(layout.dtype), layout.form),
+        "cache": (layout.layers, layout.planes, layout.each, str(layout.dtype), layout.form),
         "recurrent": layout.recurrent and (layout.recurrent.layers, layout.recurrent.shapes),
         # longrope rotates a text by other factors where there is room for more.
         "context": None if manifest.usual_context is None else placement.context,

@@ -29,6 +29,7 @@ REMEMBERED = {
     "hunyuan": ("hunyuan_v1_moe", 2 * 2 * 2 * 12),
     "laguna": ("laguna", 3 * 2 * 2 * 12),
     "lfm2": ("lfm2_moe", 1 * 2 * 2 * 6),  # one layer of four
+    "mimo": ("mimo_v2_flash", (1 + 2 + 1) * (12 + 10)),  # key heads of each layer
     "minimax-m2": ("minimax_m2", 2 * 2 * 2 * 12),
     "mistral4": ("mistral4", 3 * (20 + 8)),
     "qwen3-next": ("qwen3_next", 1 * 2 * 1 * 16),  # one layer of four
