@@ -284,6 +284,22 @@ def mistral4(**settings: Any) -> Tiny:
     return Tiny("mistral4", "Mistral4Config", {**sizes, **settings})
 
 
+def kimi_linear(**settings: Any) -> Tiny:
+    sizes = {
+        **{key: value for key, value in _DEEPSEEK.items() if key != "n_routed_experts"},
+        "num_local_experts": 8,
+        "num_key_value_heads": 3,
+        "num_hidden_layers": 4,
+        "linear_num_heads": 4,
+        "linear_head_dim": 6,
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "max_position_embeddings": 512,
+    }
+    return Tiny("kimi_linear", "KimiLinearConfig", {**sizes, **settings})
+
+
 def mimo(**settings: Any) -> Tiny:
     sizes = {
         "hidden_size": 40,

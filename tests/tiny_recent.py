@@ -9,6 +9,7 @@ from tests.tiny_families import (
     ernie,
     exaone_moe,
     hunyuan,
+    kimi_linear,
     laguna,
     lfm2,
     mimo,
@@ -222,6 +223,33 @@ RECENT: dict[str, Tiny] = {
             "sliding_attention": {"rope_theta": 1e4, "partial_rotary_factor": 0.25},
         },
     ),
+    "kimi-linear": kimi_linear(),
+    "kimi-linear-full-first": kimi_linear(
+        layer_types=["full_attention", "linear_attention", "linear_attention"],
+        mlp_layer_types=["sparse", "dense", "sparse"],
+        num_hidden_layers=3,
+        linear_num_heads=3,
+        linear_head_dim=9,
+        linear_conv_kernel_dim=3,
+        q_lora_rank=14,
+        n_group=4,
+        topk_group=2,
+        n_shared_experts=2,
+        num_experts_per_tok=1,
+        norm_topk_prob=False,
+        routed_scaling_factor=0.7,
+        attention_bias=True,
+        rms_norm_eps=0.03,
+    ),
+    "kimi-linear-all-experts": kimi_linear(
+        num_hidden_layers=2,
+        layer_types=["linear_attention", "full_attention"],
+        mlp_layer_types=["sparse", "sparse"],
+        linear_conv_kernel_dim=2,
+        n_shared_experts=0,
+        v_head_dim=22,
+        num_experts_per_tok=8,
+    ),
 }
 # One configuration of each of these families is tested by default, and all with -m full.
 BRIEF: tuple[str, ...] = (
@@ -236,4 +264,5 @@ BRIEF: tuple[str, ...] = (
     "mistral4",
     "laguna",
     "mimo",
+    "kimi-linear",
 )

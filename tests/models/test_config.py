@@ -185,6 +185,18 @@ def test_absurd_rope(values: dict[str, Any]) -> None:
         ("laguna", {"gating": False}, "gating must be per-head or per-element"),
         ("laguna", {"num_attention_heads_per_layer": [4]}, "needs one value per layer"),
         ("laguna", {"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "lacks sliding"),
+        ("kimi-linear", {"layer_types": ["linear_attention"] * 4}, "no layer has full attention"),
+        ("kimi-linear", {"mla_use_nope": False}, "mla_use_nope = false is not supported"),
+        ("kimi-linear", {"tie_word_embeddings": True}, "tie_word_embeddings = true"),
+        ("kimi-linear", {"n_group": 2}, "num_expert_group disagrees with n_group"),
+        (
+            "kimi-linear",
+            {
+                "layer_types": None,
+                "linear_attn_config": {"full_attn_layers": [4], "kda_layers": [1, 2]},
+            },
+            "linear_attn_config needs every layer once",
+        ),
         ("mimo", {"hybrid_layer_pattern": [0, 1], "layer_types": None}, "one value per layer"),
         ("mimo", {"moe_layer_freq": [0, 1, 2], "mlp_layer_types": None}, "than 0 and 1"),
         ("mimo", {"swa_num_key_value_heads": 3}, "4 heads cannot share 3"),

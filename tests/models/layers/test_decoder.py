@@ -117,6 +117,7 @@ def test_many_rows_of_logits(olmoe: Pair) -> None:
         ("glm4-lite", 3 * (20 + 8)),
         ("qwen2-window", 4 * 2 * 3 * 12),
         ("qwen3", 2 * 2 * 2 * 12),
+        ("kimi-linear", 1 * (20 + 8)),  # one layer of four has attention
         ("mimo", (1 + 2 + 1) * (12 + 10)),  # the middle layer has two key heads
         ("qwen3.5", 1 * 2 * 1 * 16),  # one layer of four has attention
     ],

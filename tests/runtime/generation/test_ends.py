@@ -22,6 +22,7 @@ CASES: list[tuple[str, dict[str, Any], set[int]]] = [
     ("phi-3.5: config says less", {"config": 32000, "generation_config": [32000, 32001, 32007]},
      {32000, 32001, 32007}),
     ("glm-4.5", {"config": [151329, 151336, 151338]}, {151329, 151336, 151338}),
+    ("kimi: the tokenizer says more", {"config": 163586, "tokenizer": "<end>"}, {163586, END}),
     ("arctic: files disagree", {"config": 31999, "generation_config": 2}, {31999, 2}),
     ("the tokenizer alone knows", {"tokenizer": "<end>"}, {END}),
     ("all three", {"config": 5, "generation_config": [6], "tokenizer": {"content": "<end>"}},

@@ -150,6 +150,7 @@ def test_other_families_are_refused_by_name(model_type: str) -> None:
         ("glm-4.7-flash", "zai-org/GLM-4.7-Flash"),
         ("glm-4.7-flash:latest", "zai-org/GLM-4.7-Flash"),
         ("minimax-m2:latest", "MiniMaxAI/MiniMax-M2"),
+        ("kimi-linear:48b", "moonshotai/Kimi-Linear-48B-A3B-Instruct"),
     ],
 )
 def test_ollamas_names(typed: str, repo: str) -> None:

@@ -23,7 +23,7 @@ KINDS = [
     ("qwen3.5", "full"),
     ("qwen3.5", "q8"),
     ("phimoe", "full"),
-    *(pytest.param(n, "full", marks=pytest.mark.full) for n in ("lfm2", "mimo")),
+    *(pytest.param(n, "full", marks=pytest.mark.full) for n in ("lfm2", "mimo", "kimi-linear")),
 ]  # MLA, windows, recurrent, longrope
 IDS = [(7 * place + place // 5) % 50 for place in range(100)]
 

@@ -27,6 +27,7 @@ REMEMBERED = {
     "ernie4.5": ("ernie4_5_moe", 3 * 2 * 2 * 6),
     "exaone": ("exaone_moe", 3 * 2 * 2 * 12),
     "hunyuan": ("hunyuan_v1_moe", 2 * 2 * 2 * 12),
+    "kimi-linear": ("kimi_linear", 1 * (20 + 8)),  # one layer of four
     "laguna": ("laguna", 3 * 2 * 2 * 12),
     "lfm2": ("lfm2_moe", 1 * 2 * 2 * 6),  # one layer of four
     "mimo": ("mimo_v2_flash", (1 + 2 + 1) * (12 + 10)),  # key heads of each layer
@@ -54,6 +55,7 @@ REMEMBERED = {
 # slots x recurrent layers x (state of every head + input history of the convolution)
 FIXED = {"qwen3.5": 5 * 3 * (4 * 6 * 10 + 3 * (2 * 2 * 6 + 4 * 10))}
 FIXED |= {"qwen3-next": FIXED["qwen3.5"], "lfm2": 5 * 3 * 2 * 36}
+FIXED |= {"kimi-linear": 5 * 3 * (4 * 6 * 6 + 3 * 3 * 4 * 6)}
 
 
 def test_all_families_are_here() -> None:
