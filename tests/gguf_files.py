@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.gguf_blocks import nvfp4, packed
+from tests.gguf_deltas import delta, kimi
 from tests.gguf_gemma4 import add_gemma4_keys, gemma4_scale
 
 Named = Iterator[tuple[str, Tensor]]
@@ -33,6 +34,8 @@ ARCHITECTURES = {  # model_type -> GGUF's architecture
     "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
     "granitemoe": gguf.MODEL_ARCH.GRANITE_MOE,
     "granitemoeshared": gguf.MODEL_ARCH.GRANITE_MOE,
+    "kimi_linear": gguf.MODEL_ARCH.KIMI_LINEAR,
+    "mimo_v2_flash": gguf.MODEL_ARCH.MIMO2,
     "mixtral": gguf.MODEL_ARCH.LLAMA,
     "olmoe": gguf.MODEL_ARCH.OLMOE,
     "phimoe": gguf.MODEL_ARCH.PHIMOE,
@@ -40,7 +43,13 @@ ARCHITECTURES = {  # model_type -> GGUF's architecture
     "qwen3_5_moe_text": gguf.MODEL_ARCH.QWEN35MOE,
     "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
 }
-_LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+_LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear")
+_KIMI = {  # keys of its config -> those of other families
+    "model_max_length": "max_position_embeddings",
+    "num_expert_group": "n_group",
+    "num_experts_per_token": "num_experts_per_tok",
+    "num_shared_experts": "n_shared_experts",
+}
 _PAIRED = ("mixtral", "arctic", "granitemoe", "granitemoeshared")
 
 
@@ -73,6 +82,7 @@ def write_gguf(
     """
     config = json.loads((folder / "config.json").read_text())
     config = config | config.pop("text_config", {})
+    config |= {ours: config[theirs] for theirs, ours in _KIMI.items() if theirs in config}
     if "mlp_layer_types" in config:
         config["first_k_dense_replace"] = config["mlp_layer_types"].count("dense")
     arch = ARCHITECTURES[config["model_type"]]
@@ -139,12 +149,12 @@ def _add_keys(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     if config.get("intermediate_size"):
         writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
-    latent = config["model_type"] in _LATENT
-    writer.add_head_count_kv(1 if latent else config["num_key_value_heads"])
+    writer.add_head_count_kv(_key_heads(config))
     if config["model_type"] == "gemma4_text":
         add_gemma4_keys(writer, config)
         return
     rope = config.get("rope_parameters") or {}
+    rope = rope.get("full_attention", rope)
     kind = rope.get("rope_type", "default")
     if kind in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
@@ -168,9 +178,19 @@ def _add_keys(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
         _add_latent_keys(writer, config)
     elif config.get("head_dim") is not None:
         writer.add_key_length(config["head_dim"])
-        writer.add_value_length(config["head_dim"])
+        writer.add_value_length(config.get("v_head_dim", config["head_dim"]))
 
     _add_more_keys(writer, config)
+
+
+def _key_heads(config: Mapping[str, Any]) -> int | list[int]:
+    """Return the key heads that a file has, of each layer where layers differ."""
+    latent, count = config["model_type"] in _LATENT, config["num_key_value_heads"]
+    if config["model_type"] == "kimi_linear":
+        return [int(kind == "full_attention") for kind in config["layer_types"]]
+    if config["model_type"] == "mimo_v2_flash":
+        return [count * (1 + (kind == "sliding_attention")) for kind in config["layer_types"]]
+    return 1 if latent else count
 
 
 def _add_long_factors(writer: gguf.GGUFWriter, rope: Mapping[str, Any]) -> None:
@@ -223,7 +243,7 @@ def _add_more_keys(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
             add(config[key])
     if family in (*_LATENT, "glm4_moe") and config.get("norm_topk_prob"):
         writer.add_expert_weights_norm(True)
-    if family in ("deepseek_v3", "glm4_moe", "glm4_moe_lite"):
+    if family in ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "kimi_linear", "mimo_v2_flash"):
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     rope = config.get("rope_parameters") or {}
     if family in ("glm4_moe", "qwen3_5_moe_text"):
@@ -233,6 +253,16 @@ def _add_more_keys(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
         writer.add_sliding_window(config["sliding_window"] or 0)
     if family == "gpt_oss":
         writer.add_expert_feed_forward_length(config["intermediate_size"])
+    if family == "kimi_linear":
+        writer.add_kda_head_dim(config["linear_head_dim"])
+    if family == "mimo_v2_flash":
+        sliding = rope["sliding_attention"]
+        writer.add_rope_dimension_count(int(config["head_dim"] * sliding["partial_rotary_factor"]))
+        writer.add_rope_freq_base_swa(sliding["rope_theta"])
+        writer.add_sliding_window(config["sliding_window"])
+        kinds = config["layer_types"]
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in kinds])
+        writer.add_float32("mimo2.attention.value_scale", config["attention_value_scale"])
     if family == "qwen3_5_moe_text":
         inner = config["linear_value_head_dim"] * config["linear_num_value_heads"]
         writer.add_ssm_inner_size(inner)
@@ -292,11 +322,15 @@ def _changed(name: str, values: Tensor, config: Mapping[str, Any]) -> Named:
     elif family == "qwen3_5_moe_text" and ".mlp.experts." in name:
         yield from _fused(name, values, ".gate_up_proj", ".down_proj")
     elif family == "qwen3_5_moe_text":
-        yield _delta(name, values, config)
+        yield delta(name, values, config)
     elif family == "gemma4_text" and not name.endswith((".weight", "scale")):
         yield f"{name}.weight", values
     elif family == "gpt_oss":
         yield from _gpt_oss(name, values)
+    elif family == "kimi_linear":
+        yield kimi(name, values)
+    elif name.endswith(".attention_sink_bias"):
+        yield name.replace("attention_sink_bias", "sinks.weight"), values
     else:
         yield name, values
 
@@ -347,30 +381,3 @@ def _mxfp4(name: str, blocks: Tensor, scales: Tensor) -> Named:
         return
     yield f"{_experts(name)}.gate_proj.weight", packed[:, ::2].contiguous()
     yield f"{_experts(name)}.up_proj.weight", packed[:, 1::2].contiguous()
-
-
-def _delta(name: str, values: Tensor, config: Mapping[str, Any]) -> tuple[str, Tensor]:
-    """Change a tensor as Qwen3NextModel and _LinearAttentionVReorderBase do."""
-    groups, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
-    keys, width = config["linear_key_head_dim"] * groups, config["linear_value_head_dim"]
-
-    def tiled(rows: Tensor, size: int) -> Tensor:
-        whole = rows.reshape(groups, heads // groups, size, *rows.shape[1:])
-        return whole.transpose(0, 1).reshape(rows.shape)
-
-    if ".in_proj_qkv." in name or ".conv1d." in name:
-        values = values.squeeze()
-        values = torch.cat((values[: 2 * keys], tiled(values[2 * keys :], width)))
-    elif ".in_proj_z." in name:
-        values = tiled(values, width)
-    elif ".out_proj." in name:
-        values = tiled(values.T, width).T
-    elif name.endswith((".in_proj_a.weight", ".in_proj_b.weight", ".A_log", ".dt_bias")):
-        values = tiled(values, 1)
-    if name.endswith(".A_log"):
-        values = -values.exp()
-    elif name.endswith(".dt_bias"):
-        name = name.replace(".dt_bias", ".dt_proj.bias")
-    elif name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
-        values = values + 1
-    return name, values

@@ -319,6 +319,40 @@ def mistral4(**settings: Any) -> Tiny:
     return Tiny("mistral4", "Mistral4Config", {**sizes, **settings})
 
 
+def kimi_linear(**settings: Any) -> Tiny:
+    sizes = {
+        **{key: value for key, value in _DEEPSEEK.items() if key != "n_routed_experts"},
+        "num_local_experts": 8,
+        "num_key_value_heads": 3,
+        "num_hidden_layers": 4,
+        "linear_num_heads": 4,
+        "linear_head_dim": 6,
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "max_position_embeddings": 512,
+    }
+    return Tiny("kimi_linear", "KimiLinearConfig", {**sizes, **settings})
+
+
+def mimo(**settings: Any) -> Tiny:
+    sizes = {
+        "hidden_size": 40,
+        "intermediate_size": 50,
+        "moe_intermediate_size": 18,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 12,
+        "v_head_dim": 10,
+        "n_routed_experts": 7,
+        "num_experts_per_tok": 3,
+        "sliding_window": 6,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    }
+    return Tiny("mimo_v2_flash", "MiMoV2FlashConfig", {**sizes, **settings})
+
+
 def laguna(**settings: Any) -> Tiny:
     sizes = {
         "hidden_size": 36,

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from moeinf.models.base import Linear, Parts
 from moeinf.models.config import MAX_HEADS, MAX_WIDTH, Fields, require
-from moeinf.models.layers.kv_cache import KvCache, PassRows
+from moeinf.models.layers.kv_cache import KvCache, PassRows, Planes
 from moeinf.models.layers.rope import rotate_half, rotate_pairs
 
 SCRATCH_BYTES = 8 << 20  # limit for one step over a block of heads, if one head fits
@@ -43,11 +43,12 @@ def attend(
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Return causal attention [T, H·W] of the last T of S tokens.
+    """Return causal attention [T, H·V] of the last T of S tokens.
 
-    q [T, H, W], k and v [G, S, W] with G dividing H: query head h uses key head h // (H / G).
+    q [T, H, W], k [G, S, W], v [G, S, V], G divides H: query head h uses key head h // (H / G).
     A window of n sees the token itself and the n - 1 before it. Keys are never expanded to H
-    heads, and scores are never held for all of T × S × H at once.
+    heads, and scores are never held for all of T × S × H at once. If W and V differ, several rows
+    take a copy of keys and values in the larger width: torch's fused attention needs one width.
 
     sinks [H]: a logit per head that takes a share of the softmax and has no value (gpt-oss).
     """
@@ -68,6 +69,8 @@ def attend(
     mask = None
     if sinks is not None or new != total or window is not None:
         mask = causal_mask(new, total, window, q.device)
+    if width != k.shape[2]:
+        q, k, v = _in_one_width(q, k, v)
     q = torch.unflatten(q, 1, (len(k), -1)).permute(1, 2, 0, 3)  # [G, H/G, T, W]
     if sinks is not None and mask is not None:  # with sinks the mask is always set
         q, k, v = _with_sink_key(q, k, v, sinks / scale)
@@ -77,6 +80,12 @@ def attend(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale
     )
     return out[..., :width].permute(2, 0, 1, 3).flatten(1)
+
+
+def _in_one_width(*tensors: Tensor) -> list[Tensor]:
+    """Return the tensors with zeros behind their rows, so that all rows are as long."""
+    most = max(tensor.shape[-1] for tensor in tensors)
+    return [functional.pad(tensor, (0, most - tensor.shape[-1])) for tensor in tensors]
 
 
 def _with_sink_key(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -132,6 +141,7 @@ class GqaShape:
     clip: float | None = None  # of q, k and v (olmoe's clip_qkv)
     window: int | None = None  # tokens seen, itself included
     gated: bool = False  # q_proj also makes a gate for each head's output, beside its query
+    value_dim: int | None = None  # of a head's values; None: head_dim
 
     def __post_init__(self) -> None:
         require(
@@ -145,9 +155,13 @@ class GqaShape:
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
     @property
-    def planes(self) -> tuple[tuple[int, int], ...]:
+    def value_width(self) -> int:
+        return self.head_dim if self.value_dim is None else self.value_dim
+
+    @property
+    def planes(self) -> Planes:
         """The planes that a layer caches: see kv_cache.py."""
-        return ((self.kv_heads, self.head_dim),) * 2
+        return (self.kv_heads, self.head_dim), (self.kv_heads, self.value_width)
 
 
 def parse_gqa(
@@ -184,17 +198,18 @@ class GqaCore:
     attend: Callable[..., Tensor] = attend  # or its equivalent on a device
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, rows: PassRows) -> Tensor:
-        """Map q [T, H·W], k and v [T, G·W] to [T, H·W]; write keys and values into the caches.
+        """Map q [T, H·W], k [T, G·W], v [T, G·V] to [T, H·V]; write k and v into the caches.
 
         Rows outside the spans of `rows` are left uninitialised.
         """
         shape = self.shape
         q, k, v = self.heads(q, k, v, rows)
-        out = q.new_empty(len(q), shape.heads * shape.head_dim)
+        out = q.new_empty(len(q), shape.heads * shape.value_width)
         for span in rows.spans:
             r = span.rows
             stored = span.cache.write(self.layer, span.past, k[r], v[r])
-            if span.cache.layout.form == "full":
+            copied = span.count > 1 and shape.value_width != shape.head_dim  # by attend
+            if span.cache.layout.form == "full" and not copied:
                 given = q[r], *stored, shape.softmax_scale, shape.window, self.sinks
                 out[r] = self.attend(*given)
             else:
@@ -202,26 +217,30 @@ class GqaCore:
         return out
 
     def _widened(self, q: Tensor, stored: tuple[Tensor, ...], cache: KvCache, out: Tensor) -> None:
-        """Attend over stored rows, some key heads at a time; write into out [T, H·W].
+        """Attend over stored rows, some key heads at a time; write into out [T, H·V].
 
         Scratch is at most SCRATCH_BYTES for their values, or one head's if that needs more.
         """
         shape, share = self.shape, self.shape.heads // self.shape.kv_heads
+        widths = shape.head_dim, shape.value_width
         seen = stored[0].shape[1]
         if shape.window is not None:
             seen = min(seen, len(q) + shape.window - 1)
-        for block in head_blocks(shape.kv_heads, 2 * seen * shape.head_dim * q.itemsize):
-            keys, values = (cache.values(x[block, -seen:], shape.head_dim) for x in stored)
+        for block in head_blocks(shape.kv_heads, 2 * seen * max(widths) * q.itemsize):
+            keys, values = (
+                cache.values(x[block, -seen:], width)
+                for x, width in zip(stored, widths, strict=True)
+            )
             heads = slice(block.start * share, block.stop * share)
             sinks = None if self.sinks is None else self.sinks[heads]
             given = q[:, heads], keys, values, shape.softmax_scale, shape.window, sinks
-            columns = slice(heads.start * shape.head_dim, heads.stop * shape.head_dim)
+            columns = slice(heads.start * widths[1], heads.stop * widths[1])
             out[:, columns] = self.attend(*given)
 
     def heads(
         self, q: Tensor, k: Tensor, v: Tensor, rows: PassRows
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k and v after norms, clipping and rope: [T, heads, W] each."""
+        """Return q, k and v after norms, clipping and rope: [T, heads, W], v [T, heads, V]."""
         shape = self.shape
         if self.q_norm is not None:
             q = self.q_norm(q)
@@ -229,7 +248,8 @@ class GqaCore:
             k = self.k_norm(k)
         if shape.clip is not None:
             q, k, v = (y.clamp(-shape.clip, shape.clip) for y in (q, k, v))
-        q, k, v = (torch.unflatten(y, -1, (-1, shape.head_dim)) for y in (q, k, v))
+        q, k = (torch.unflatten(y, -1, (-1, shape.head_dim)) for y in (q, k))
+        v = torch.unflatten(v, -1, (-1, shape.value_width))
         return self.turned(q, rows), self.turned(k, rows), v
 
     def turned(self, y: Tensor, rows: PassRows) -> Tensor:
@@ -308,12 +328,12 @@ class GqaAttention:
 
 def gqa_projections(parts: Parts, prefix: str, hidden: int, shape: GqaShape) -> Projections:
     """Return the projections `prefix`.{q,k,v,o}_proj."""
-    wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    wide = shape.heads * shape.head_dim
     bias = shape.bias or shape.qkv_bias
     return Projections(
         parts.linear(f"{prefix}.q_proj", 2 * wide if shape.gated else wide, hidden, bias),
-        parts.linear(f"{prefix}.k_proj", narrow, hidden, bias),
-        parts.linear(f"{prefix}.v_proj", narrow, hidden, bias),
-        parts.linear(f"{prefix}.o_proj", hidden, wide, shape.bias),
+        parts.linear(f"{prefix}.k_proj", shape.kv_heads * shape.head_dim, hidden, bias),
+        parts.linear(f"{prefix}.v_proj", shape.kv_heads * shape.value_width, hidden, bias),
+        parts.linear(f"{prefix}.o_proj", hidden, shape.heads * shape.value_width, shape.bias),
         parts.tuned,
     )

@@ -22,7 +22,7 @@ from moeinf.models.config import MAX_HEADS, MAX_WIDTH, Fields, require
 from moeinf.models.layers.kv_cache import PassRows, Span
 from moeinf.models.layers.recurrent import CHUNK, RecurrentLayout
 
-_MAX_KERNEL = 64
+MAX_KERNEL = 64
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def parse_delta(fields: Fields) -> DeltaShape:
         value_heads=fields.integer("linear_num_value_heads", high=MAX_HEADS, default=32),
         key_dim=fields.integer("linear_key_head_dim", high=MAX_WIDTH, default=128),
         value_dim=fields.integer("linear_value_head_dim", high=MAX_WIDTH, default=128),
-        kernel=fields.integer("linear_conv_kernel_dim", low=2, high=_MAX_KERNEL, default=4),
+        kernel=fields.integer("linear_conv_kernel_dim", low=2, high=MAX_KERNEL, default=4),
     )
 
 
@@ -101,38 +101,26 @@ def fused_inputs(shape: DeltaShape, hidden: int, parts: Parts, prefix: str) -> I
     return inputs
 
 
-class DeltaNet:
-    """One layer of Gated DeltaNet, the `layer`-th of the recurrent layers."""
+Rule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
-    def __init__(
-        self,
-        layer: int,
-        shape: DeltaShape,
-        hidden: int,
-        eps: float,
-        parts: Parts,
-        prefix: str,
-        inputs: Callable[[DeltaShape, int, Parts, str], Inputs] = split_inputs,
-    ) -> None:
-        heads = shape.value_heads
-        self._layer, self._shape, self._eps = layer, shape, eps
-        self._inputs = inputs(shape, hidden, parts, prefix)
-        self._out: Linear = parts.linear(f"{prefix}.out_proj", hidden, shape.values)
-        conv = parts.tensor(f"{prefix}.conv1d.weight", shape.channels, 1, shape.kernel)
+
+class DeltaScan:
+    """The steps between the products of a layer: its convolution and its memory."""
+
+    def __init__(self, layer: int, shape: DeltaShape, conv: Tensor, rule: Rule) -> None:
+        """Build the `layer`-th of the recurrent layers. conv: [C, 1, kernel]; rule: delta_rule."""
+        self._layer, self._shape, self._rule = layer, shape, rule
         self._conv = conv[:, 0].T.float().contiguous()  # [kernel, C]
-        self._dt_bias = parts.tensor(f"{prefix}.dt_bias", heads).float()
-        self._rate = -parts.tensor(f"{prefix}.A_log", heads).float().exp()
-        self._norm = parts.tensor(f"{prefix}.norm.weight", shape.value_dim)
 
-    def __call__(self, x: Tensor, rows: PassRows) -> Tensor:
-        """Map x [T, D] to [T, D]; write each request's next memory."""
-        qkv, z, a, b = self._inputs(x)  # [T, C], [T, H·dv], [T, H], [T, H]
-        decay = self._rate * functional.softplus(a.float() + self._dt_bias)  # [T, H]
-        rate = b.sigmoid().float()  # [T, H]
-        out = torch.empty_like(z)
+    def __call__(self, qkv: Tensor, decay: Tensor, rate: Tensor, rows: PassRows) -> Tensor:
+        """Map qkv [T, C] to [T, H·dv]; write each request's next memory. For the others see rule.
+
+        Rows outside the spans of `rows` are left uninitialised.
+        """
+        out = qkv.new_empty(len(qkv), self._shape.values)
         for span in rows.spans:
             self._run(span, qkv, decay, rate, out)
-        return self._out(self._gated(out, z))
+        return out
 
     def _run(self, span: Span, qkv: Tensor, decay: Tensor, rate: Tensor, out: Tensor) -> None:
         """Run one request, CHUNK tokens at a time; write into out [T, H·dv]."""
@@ -150,7 +138,7 @@ class DeltaNet:
             for back in range(1, self._shape.kernel):
                 mixed += inputs[back : back + n] * self._conv[back]
             q, k, v = self._heads(functional.silu(mixed.to(qkv.dtype)))
-            values, s = delta_rule(q, k, v, decay[r], rate[r], s, later_s)
+            values, s = self._rule(q, k, v, decay[r], rate[r], s, later_s)
             out[r] = values.flatten(1).to(out.dtype)
             recent = inputs[-(self._shape.kernel - 1) :]
         later_recent.copy_(recent)
@@ -165,9 +153,40 @@ class DeltaNet:
         q, k = (y.repeat_interleave(repeats, 1) for y in (q * shape.key_dim**-0.5, k))
         return q, k, torch.unflatten(v, -1, (shape.value_heads, -1))
 
+
+class DeltaNet:
+    """One layer of Gated DeltaNet, the `layer`-th of the recurrent layers."""
+
+    def __init__(
+        self,
+        layer: int,
+        shape: DeltaShape,
+        hidden: int,
+        eps: float,
+        parts: Parts,
+        prefix: str,
+        inputs: Callable[[DeltaShape, int, Parts, str], Inputs] = split_inputs,
+    ) -> None:
+        heads = shape.value_heads
+        self._value_dim, self._eps = shape.value_dim, eps
+        self._inputs = inputs(shape, hidden, parts, prefix)
+        self._out: Linear = parts.linear(f"{prefix}.out_proj", hidden, shape.values)
+        conv = parts.tensor(f"{prefix}.conv1d.weight", shape.channels, 1, shape.kernel)
+        self._scan = DeltaScan(layer, shape, conv, delta_rule)
+        self._dt_bias = parts.tensor(f"{prefix}.dt_bias", heads).float()
+        self._rate = -parts.tensor(f"{prefix}.A_log", heads).float().exp()
+        self._norm = parts.tensor(f"{prefix}.norm.weight", shape.value_dim)
+
+    def __call__(self, x: Tensor, rows: PassRows) -> Tensor:
+        """Map x [T, D] to [T, D]; write each request's next memory."""
+        qkv, z, a, b = self._inputs(x)  # [T, C], [T, H·dv], [T, H], [T, H]
+        decay = self._rate * functional.softplus(a.float() + self._dt_bias)  # [T, H]
+        rate = b.sigmoid().float()  # [T, H]
+        return self._out(self._gated(self._scan(qkv, decay, rate, rows), z))
+
     def _gated(self, values: Tensor, z: Tensor) -> Tensor:
         """Return the RMSNorm of each head's values [T, H·dv], times silu(z)."""
-        wide = torch.unflatten(values.float(), -1, (-1, self._shape.value_dim))
+        wide = torch.unflatten(values.float(), -1, (-1, self._value_dim))
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._eps)
         normed = (self._norm * wide.to(self._norm.dtype)).flatten(1)
         return (normed * functional.silu(z.float())).to(z.dtype)
@@ -187,10 +206,7 @@ def delta_rule(
         U_i = β_i (v_i - exp(G_i) k_iᵀ S - Σ_{j<i} exp(G_i - G_j) (k_i · k_j) U_j)
     """
     if len(q) == 1:
-        torch.mul(s, decay[0].exp()[:, None, None], out=out)
-        correction = (v[0] - (k[0, :, None] @ out)[:, 0]) * rate[0][:, None]  # [H, dv]
-        out.baddbmm_(k[0, :, :, None], correction[:, None])
-        return (q[0, :, None] @ out)[:, 0][None], out
+        return one_token(q, k, v, decay[..., None], rate, s, out)
     q, k, v = (y.transpose(0, 1) for y in (q, k, v))  # [H, n, …]
     total = decay.T.cumsum(-1)[..., None]  # [H, n, 1]: G
     rate = rate.T[..., None]
@@ -206,3 +222,13 @@ def delta_rule(
     torch.mul(s, faded[:, -1:], out=out)
     out.baddbmm_((k * left).mT, u)
     return result.transpose(0, 1), out
+
+
+def one_token(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor, s: Tensor, out: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Apply one token as delta_rule does; decay [1, H, 1], or [1, H, dk] of each channel."""
+    torch.mul(s, decay[0].exp()[..., None], out=out)
+    correction = (v[0] - (k[0, :, None] @ out)[:, 0]) * rate[0][:, None]  # [H, dv]
+    out.baddbmm_(k[0, :, :, None], correction[:, None])
+    return (q[0, :, None] @ out)[:, 0][None], out

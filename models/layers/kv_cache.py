@@ -5,7 +5,7 @@ A cache holds planes of vectors per layer, with one vector per token.
 One layer of a cache, with `capacity` columns of which the first `length` hold tokens:
 
     grouped-query attention   keys   [kv_heads, capacity, head_dim]
-                              values [kv_heads, capacity, head_dim]
+                              values [kv_heads, capacity, value_dim]
     latent attention (MLA)    latent [1, capacity, kv_lora_rank + rope_dim]: compressed key-value,
                               then the rotated key that all heads share
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from moeinf.models.config import MAX_CONTEXT, Fields, require
 
 _KINDS = ("default", "linear", "yarn", "llama3", "longrope", "proportional")
+_STILL = "still"
 _MAX_PAIRS = 1 << 16
 
 
@@ -51,7 +52,7 @@ class RopeConfig:
     alpha: float = 1.0  # Hunyuan: stretches theta, whatever the length of the text
 
     def __post_init__(self) -> None:
-        require(self.kind in _KINDS, f"rope type {self.kind!r} is not supported")
+        require(self.kind in (*_KINDS, _STILL), f"rope type {self.kind!r} is not supported")
         require(
             self.beta_fast >= self.beta_slow,
             f"beta_fast {self.beta_fast:g} is below beta_slow {self.beta_slow:g}",
@@ -81,6 +82,9 @@ class RopeConfig:
         if self.kind == "default" or not self.mscale_all_dim:
             return 1.0
         return _mscale(self.factor, self.mscale_all_dim) ** 2
+
+
+STILL = RopeConfig(1e4, _STILL)  # nothing rotates: all angles are 0, with the same bits (NoPE)
 
 
 def parse_rope(
@@ -188,6 +192,8 @@ def inverse_frequencies(config: RopeConfig, dim: int, beyond_original: bool = Fa
     if config.alpha != 1.0:
         theta *= config.alpha ** (dim / (dim - 2))
     periods = theta ** (torch.arange(0, dim, 2).float() / dim)  # [dim/2]
+    if config.kind == _STILL:
+        return torch.zeros_like(periods)
     if config.kind == "longrope":
         factors = config.long if beyond_original else config.short
         require(len(factors) == dim // 2, f"{len(factors)} longrope factors for {dim // 2} pairs")

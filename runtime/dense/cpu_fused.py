@@ -102,7 +102,9 @@ class NativeGqa:
     def __init__(self, core: GqaCore) -> None:
         shape = core.shape
         self._torch, self.layer = core, core.layer
-        self.angles = shape.head_dim // 2  # whole heads rotate; partial rotary has fewer
+        self._odd = shape.value_width != shape.head_dim
+        # whole heads rotate; partial rotary has fewer, and values of another width do without
+        self.angles = 0 if self._odd else shape.head_dim // 2
         self._sinks = None if core.sinks is None else core.sinks.float().contiguous()
         self.step = GqaStep(
             shape.heads,
@@ -115,22 +117,26 @@ class NativeGqa:
             shape.clip or 0.0,
             0 if self._sinks is None else self._sinks.data_ptr(),
         )
-        self._attention = DecodeAttention(
-            shape.heads,
-            shape.kv_heads,
-            shape.head_dim,
-            shape.head_dim,
-            shape.softmax_scale,
-            bf16=True,
-            window=shape.window or 0,
-            sinks=0 if self._sinks is None else self._sinks.data_ptr(),
-            q8=True,
-        )
+        self._width = shape.heads * shape.value_width
+        self._attention = {
+            q8: DecodeAttention(
+                shape.heads,
+                shape.kv_heads,
+                shape.head_dim,
+                shape.value_width,
+                shape.softmax_scale,
+                bf16=True,
+                window=shape.window or 0,
+                sinks=0 if self._sinks is None else self._sinks.data_ptr(),
+                q8=q8,
+            )
+            for q8 in (False, True)
+        }
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, rows: PassRows) -> Tensor:
         in_q8 = is_q8(rows)
         partial = rows.cos.shape[-1] != self.angles
-        if q.dtype != torch.bfloat16 or (partial and not in_q8):
+        if q.dtype != torch.bfloat16 or (partial and not (in_q8 or self._odd)):
             return self._torch(q, k, v, rows)
 
         def step(rows: PassRows, out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -149,7 +155,7 @@ class NativeGqa:
             )
 
         if all(span.count == 1 for span in rows.spans):
-            out = torch.empty_like(q)
+            out = q.new_empty(len(q), self._width)
             step(rows, out, q.contiguous(), k.contiguous(), v.contiguous())
             return out
         return _mixed(step, self._torch, rows, q, k, v)
@@ -157,12 +163,12 @@ class NativeGqa:
     def _rotated_in_torch(
         self, rows: PassRows, out: Tensor, q: Tensor, k: Tensor, v: Tensor
     ) -> None:
-        """Run the steps before attention in torch; attend to a cache in q8 natively."""
+        """Run the steps before attention in torch, and attend natively."""
         q, k, v = self._torch.heads(q, k, v, rows)
         for row, span in enumerate(rows.spans):
             span.cache.write(self.layer, span.past, k[row : row + 1], v[row : row + 1])
         caches = requests(rows.spans, self.layer)
-        self._attention(q.contiguous().data_ptr(), out.data_ptr(), caches)
+        self._attention[is_q8(rows)](q.contiguous().data_ptr(), out.data_ptr(), caches)
 
 
 class NativeMla:

@@ -172,6 +172,13 @@ class DeviceGqa:
         return out.flatten(1)
 
 
+def device_gqa(core: GqaCore, device: CoreMath) -> DeviceGqa | GqaCore:
+    """Return the core's replacement; in torch but for attention if values have another width."""
+    if core.shape.value_width != core.shape.head_dim:
+        return replace(core, attend=_over_rows(device))
+    return DeviceGqa(core, device)
+
+
 class DeviceMla:
     """MlaCore: passes of one token per request, and attention of all others."""
 

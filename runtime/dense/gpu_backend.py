@@ -34,6 +34,7 @@ from moeinf.runtime.dense.gpu_attention import (
     DeviceHeadNorm,
     DeviceMla,
     DeviceNorm,
+    device_gqa,
 )
 from moeinf.runtime.dense.graphed_step import GraphedStep, Graphs
 
@@ -75,7 +76,7 @@ class DevicePieces:
         made: object = piece
         if type(piece) in _PIECES:
             made = _PIECES[type(piece)](piece, self._device)
-            self._cores += isinstance(piece, GqaCore | MlaCore)
+            self._cores += isinstance(made, DeviceGqa | DeviceMla)
         elif isinstance(piece, DecodeStep) and self._replayable(piece.cache):
             graphs = self._device.graphs()
             if graphs is not None:
@@ -142,7 +143,7 @@ def _kind_of(router: _Router) -> RouterKind:
 
 
 _PIECES: dict[type, Callable[[Any, DeviceMath], object]] = {
-    GqaCore: DeviceGqa,
+    GqaCore: device_gqa,
     MlaCore: DeviceMla,
     RmsNorm: DeviceNorm,
     WideRmsNorm: DeviceNorm,

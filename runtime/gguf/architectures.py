@@ -16,6 +16,7 @@ from torch import Tensor
 from moeinf.runtime.gguf.delta_net import DELTA_MADE, DELTA_MOVES, DELTA_NAMES
 from moeinf.runtime.gguf.gemma4 import GEMMA4_NAMES, gemma4_config
 from moeinf.runtime.gguf.keys import Keys
+from moeinf.runtime.gguf.kimi_delta import KIMI_MADE, KIMI_NAMES
 from moeinf.runtime.gguf.latent import KV_B
 from moeinf.runtime.gguf.made import Change, Made
 from moeinf.runtime.gguf.rows import unpaired
@@ -236,16 +237,10 @@ def _glm4(keys: Keys) -> dict[str, Any]:
     )
 
 
-def _deepseek(keys: Keys) -> dict[str, Any]:
-    """Return the config of DeepSeek-V2 or -V3, or of GLM-4.7-Flash, which is stored like V3."""
-    gating = keys.get("expert_gating_func")
-    biased = any(keys.has_tensor("exp_probs_b.bias", block) for block in range(keys.layers))
-    sigmoid = gating == _GATING_SIGMOID or (gating is None and biased)
-    glm = keys.file.metadata.get("tokenizer.ggml.pre") == "glm4"
-    found = _body(keys, ("glm4_moe_lite" if glm else "deepseek_v3") if sigmoid else "deepseek_v2")
-    found |= _sigmoid(keys)
+def _latent(keys: Keys) -> dict[str, Any]:
+    """Return the sizes of latent attention."""
     turned = keys.count("rope.dimension_count")
-    found |= {
+    return {
         "num_key_value_heads": keys.get("attention.head_count"),
         "head_dim": None,
         "q_lora_rank": keys.get("attention.q_lora_rank") or None,
@@ -255,8 +250,67 @@ def _deepseek(keys: Keys) -> dict[str, Any]:
         - turned,
         "v_head_dim": keys.get(keys.first("attention.value_length_mla", "value_length")),
         "attention_bias": keys.has_tensor("attn_kv_a_mqa.bias"),
-        "rope_parameters": keys.rope() | keys.mscale(),
     }
+
+
+def _kimi_linear(keys: Keys) -> dict[str, Any]:
+    kinds = {True: "full_attention", False: "linear_attention"}
+    heads = keys.of_layers("attention.head_count_kv")  # 0: a delta layer
+    return (
+        _body(keys, "kimi_linear")
+        | _sigmoid(keys)
+        | _latent(keys)
+        | {
+            "rope_parameters": None,
+            "norm_topk_prob": True,  # llama.cpp knows no other
+            "layer_types": [kinds[count > 0] for count in heads],
+            "linear_num_heads": keys.get("attention.head_count"),
+            "linear_head_dim": keys.get("kda.head_dim"),
+            "linear_conv_kernel_dim": keys.get("ssm.conv_kernel"),
+        }
+    )
+
+
+def _mimo(keys: Keys) -> dict[str, Any]:
+    slides = [number > 0 for number in keys.of_layers("attention.sliding_window_pattern")]
+    sinks, heads = {False: False, True: False}, dict[bool, int]()
+    both = zip(slides, keys.of_layers("attention.head_count_kv"), strict=True)
+    for block, (slide, count) in enumerate(both):
+        heads[slide] = count
+        sinks[slide] |= keys.has_tensor("attn_sinks.weight", block)
+    rope, theta = keys.partial_rope(), keys.get("rope.freq_base_swa")
+    sliding = rope if theta is None else rope | {"rope_theta": theta}
+    sparse = [keys.has_tensor("ffn_gate_inp.weight", block) for block in range(keys.layers)]
+    return (
+        _body(keys, "mimo_v2_flash")
+        | _sigmoid(keys)
+        | {
+            "n_shared_experts": 0,
+            "norm_topk_prob": True,  # llama.cpp knows no other
+            "num_key_value_heads": heads.get(False, keys.kv_heads),
+            "swa_num_key_value_heads": heads.get(True),
+            "v_head_dim": keys.get("attention.value_length"),
+            "sliding_window": keys.get("attention.sliding_window"),
+            "attention_value_scale": keys.get("attention.value_scale") or 1.0,
+            "add_full_attention_sink_bias": sinks[False],
+            "add_swa_attention_sink_bias": sinks[True],
+            "rope_parameters": {"full_attention": rope, "sliding_attention": sliding},
+            "layer_types": ["sliding_attention" if s else "full_attention" for s in slides],
+            "mlp_layer_types": ["sparse" if one else "dense" for one in sparse],
+        }
+    )
+
+
+def _deepseek(keys: Keys) -> dict[str, Any]:
+    """Return the config of DeepSeek-V2 or -V3, or of GLM-4.7-Flash, which is stored like V3."""
+    gating = keys.get("expert_gating_func")
+    biased = any(keys.has_tensor("exp_probs_b.bias", block) for block in range(keys.layers))
+    sigmoid = gating == _GATING_SIGMOID or (gating is None and biased)
+    glm = keys.file.metadata.get("tokenizer.ggml.pre") == "glm4"
+    found = _body(keys, ("glm4_moe_lite" if glm else "deepseek_v3") if sigmoid else "deepseek_v2")
+    found |= _sigmoid(keys)
+    found |= _latent(keys)
+    found["rope_parameters"] = keys.rope() | keys.mscale()
     if not sigmoid:
         limited = found["n_group"] != 1
         found["topk_method"] = "group_limited_greedy" if limited else "greedy"
@@ -307,8 +361,14 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         _PAIRED,
         {"shared_mlp.input_linear.weight": _FUSED_SHARED},
     ),
+    "kimi-linear": Architecture(
+        _kimi_linear, _ATTENTION | _MLP | _SIGMOID | _LATENT | KIMI_NAMES, made=KIMI_MADE
+    ),
     "llama": Architecture(
         _mixtral, {**_ATTENTION, "ffn_gate_inp": "block_sparse_moe.gate"}, _PAIRED
+    ),
+    "mimo2": Architecture(
+        _mimo, {**_ATTENTION, **_MLP, **_SIGMOID, "attn_sinks.weight": "self_attn.sinks"}
     ),
     "olmoe": Architecture(_olmoe, _ATTENTION | _MLP),
     "phimoe": Architecture(_phimoe, {**_ATTENTION, "ffn_gate_inp": "block_sparse_moe.gate"}),

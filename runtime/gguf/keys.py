@@ -47,8 +47,20 @@ class Keys:
             raise self.bad(f"has an invalid {self.name}.nextn_predict_layers or block_count")
         return count - extra
 
+    def of_layers(self, key: str) -> list[int]:
+        """Return a number for each layer, where the file has a list. Raises BadCheckpoint."""
+        found = self.get(key)
+        if not isinstance(found, list) or len(found) < self.layers:
+            raise self.bad(f"has no valid {self.name}.{key}")
+        if any(not isinstance(number, int) or not 0 <= number < 1 << 31 for number in found):
+            raise self.bad(f"has no valid {self.name}.{key}")
+        return [int(number) for number in found[: self.layers]]
+
     @property
     def kv_heads(self) -> int:
+        """The key heads of a layer; the most that a layer has if the file lists them."""
+        if isinstance(self.get("attention.head_count_kv"), list):
+            return max(self.of_layers("attention.head_count_kv"))
         absent = self.get("attention.head_count_kv") is None
         return self.count("attention.head_count" if absent else "attention.head_count_kv")
 

@@ -42,6 +42,15 @@ def test_attend(new: int, total: int, heads: int, groups: int, window: int | Non
     torch.testing.assert_close(attend(q, k, v, 0.7, window).double(), expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("width", [3, 8])
+@pytest.mark.parametrize(("new", "window"), [(1, None), (5, None), (5, 4)])
+def test_values_of_another_width(new: int, window: int | None, width: int) -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(new, 4, 6), torch.randn(2, 9, 6), torch.randn(2, 9, width)
+    expected = textbook(q, k, v, 0.7, window)
+    torch.testing.assert_close(attend(q, k, v, 0.7, window).double(), expected, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_row_in_pieces(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cutting the keys changes only the last bits."""

@@ -119,6 +119,8 @@ def test_many_rows_of_logits(olmoe: Pair) -> None:
         ("glm-dsa", 4 * (20 + 8) + 3 * 14),  # one layer of four has no indexer
         ("qwen2-window", 4 * 2 * 3 * 12),
         ("qwen3", 2 * 2 * 2 * 12),
+        ("kimi-linear", 1 * (20 + 8)),  # one layer of four has attention
+        ("mimo", (1 + 2 + 1) * (12 + 10)),  # the middle layer has two key heads
         ("qwen3.5", 1 * 2 * 1 * 16),  # one layer of four has attention
         ("gemma4", 2 * 2 * 12 + 2 * 2 * 1 * 16),  # a layer with a window, and two global ones
     ],

@@ -3,49 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from moeinf.models.layers.delta_net import delta_rule
+from moeinf.models.layers.delta_net import Rule, delta_rule
+from moeinf.models.layers.kimi_delta import channel_rule
 from moeinf.models.layers.recurrent import RecurrentLayout, RecurrentMemory
-from tests.fakes import WatchedExperts, from_tensors
-from tests.tiny import tiny_reference
+from tests.fakes import WatchedExperts, from_tensors, load_resident
+from tests.tiny import save_tiny, tiny_reference
 
 LAYOUT = RecurrentLayout(layers=2, shapes=((3,), (2, 2)))
 CPU = torch.device("cpu")
 
 
-def test_many_tokens_at_once_equal_one_after_the_other() -> None:
+@pytest.mark.parametrize("rule", [delta_rule, channel_rule])
+def test_many_tokens_at_once_equal_one_after_the_other(rule: Rule) -> None:
+    """37 tokens are three systems of the channel rule. Both rules write in place, too."""
     torch.manual_seed(3)
+    channels = 5 if rule is channel_rule else 1
     n, heads = 37, 3
     q, k, v = (torch.randn(n, heads, width) for width in (5, 5, 7))
     k = k / k.norm(dim=-1, keepdim=True)
-    decay, rate = -torch.rand(n, heads) * 2, torch.rand(n, heads)
+    decay, rate = -torch.rand(n, heads, channels) * 2, torch.rand(n, heads)
     start = torch.randn(heads, 5, 7)
     s, expected = start.clone(), []
     for t in range(n):  # the rule of the paper
-        s = s * decay[t].exp()[:, None, None]
+        s = s * decay[t].exp()[..., None]
         told = torch.einsum("hkv,hk->hv", s, k[t])
         s = s + torch.einsum("hk,hv->hkv", k[t], rate[t][:, None] * (v[t] - told))
         expected.append(torch.einsum("hkv,hk->hv", s, q[t]))
-    out, after = delta_rule(q, k, v, decay, rate, start, torch.empty_like(start))
+    given = decay if rule is channel_rule else decay[..., 0]
+    out, after = rule(q, k, v, given, rate, start, torch.empty_like(start))
     torch.testing.assert_close(out, torch.stack(expected), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(after, s, rtol=1e-4, atol=1e-4)
     single = start.clone()
     for t in range(n):  # in place
         row = slice(t, t + 1)
-        out, single = delta_rule(q[row], k[row], v[row], decay[row], rate[row], single, single)
+        out, single = rule(q[row], k[row], v[row], given[row], rate[row], single, single)
         torch.testing.assert_close(out[0], expected[t], rtol=1e-4, atol=1e-4)
+    again = start.clone()
+    out, after = rule(q, k, v, given, rate, again, again)
+    torch.testing.assert_close(out, torch.stack(expected), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(after, s, rtol=1e-4, atol=1e-4)
 
 
-def test_a_fast_decay_does_not_overflow() -> None:
+@pytest.mark.parametrize(("rule", "shape"), [(delta_rule, (40, 1)), (channel_rule, (40, 1, 2))])
+def test_a_fast_decay_does_not_overflow(rule: Rule, shape: tuple[int, ...]) -> None:
     """exp(G_i - G_j) for j > i would be e^3000."""
     n = 40
     q = k = torch.ones(n, 1, 2) / 2**0.5
-    out, s = delta_rule(
-        q, k, torch.ones(n, 1, 1), torch.full((n, 1), -80.0), torch.ones(n, 1),
+    out, s = rule(
+        q, k, torch.ones(n, 1, 1), torch.full(shape, -80.0), torch.ones(n, 1),
         torch.zeros(1, 2, 1), torch.empty(1, 2, 1),
     )  # fmt: skip
     torch.testing.assert_close(out, torch.ones(n, 1, 1))
@@ -104,16 +115,11 @@ def test_a_pass_that_fails_leaves_everything_as_it_was() -> None:
     assert held(memory, 100) == {100.0}
 
 
-def loaded(name: str) -> tuple[Any, Any]:
-    model = tiny_reference(name)
-    tensors = {n: p.detach() for n, p in model.named_parameters()}
-    return model, from_tensors(model.config.to_dict(), tensors)
-
-
-@pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5-full-first"])
-def test_long_texts_and_what_is_left_of_them(name: str) -> None:
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5-full-first", "kimi-linear"])
+def test_long_texts_and_what_is_left_of_them(name: str, tmp_path: Path) -> None:
     """Several chunks in a pass, a return, another end: the same result as in one pass."""
-    reference, ours = loaded(name)
+    reference = save_tiny(name, tmp_path)
+    ours = load_resident(tmp_path)
     ids = torch.randint(97, (300,), generator=torch.Generator().manual_seed(5)).tolist()
     other = ids[:170] + [(i + 1) % 97 for i in ids[170:260]]
     state = ours.model.new_state(512)

@@ -56,7 +56,7 @@ def gqa(form: KvForm = "full", **changes: object) -> tuple[GqaCore, CacheLayout,
     sinks = torch.linspace(-1, 2, shape.heads) if shape.window == 9 else None
     core = GqaCore(1, shape, *norms, sinks)
     layout = CacheLayout(2, shape.planes, BF16, torch.device("cpu"), form=form)
-    return core, layout, [wide, narrow, narrow]
+    return core, layout, [wide, narrow, shape.kv_heads * shape.value_width]
 
 
 def mla(form: KvForm = "full") -> tuple[MlaCore, CacheLayout, list[int]]:
@@ -101,6 +101,8 @@ CASES: dict[str, Callable[[], Made]] = {
     "clipped": lambda: gqa(clip=0.9),
     "window": lambda: gqa(window=40),
     "odd sizes": lambda: gqa(heads=3, kv_heads=1, head_dim=10),
+    "narrow values": lambda: gqa(value_dim=24, window=9),
+    "wide values": lambda: gqa(value_dim=40),
     "mla": mla,
 }
 Q8_CASES: dict[str, Callable[[], Made]] = {
@@ -108,6 +110,7 @@ Q8_CASES: dict[str, Callable[[], Made]] = {
     "q8, one query head a key head": lambda: gqa("q8", heads=4, kv_heads=4, head_dim=64),
     "q8, window and sinks": lambda: gqa("q8", window=9),
     "q8, odd sizes": lambda: gqa("q8", heads=3, kv_heads=1, head_dim=10),
+    "q8, narrow values": lambda: gqa("q8", value_dim=24, window=9),
     "q8, mla": lambda: mla("q8"),
 }
 
@@ -132,7 +135,7 @@ def test_partial_rotary_in_q8() -> None:
     assert not torch.equal(play(core, made, 16)[1], play(made[0], made, 16)[1])
 
 
-@pytest.mark.parametrize("name", ["gqa", "mla", "q8", "q8, mla"])
+@pytest.mark.parametrize("name", ["gqa", "mla", "q8", "q8, mla", "narrow values"])
 def test_a_token_is_the_same_in_any_company(name: str) -> None:
     """Alone, beside other tokens and beside another request's prompt: the same bits."""
     made = (CASES | Q8_CASES)[name]()

@@ -29,6 +29,7 @@ CONFIGS += ["exaone", "exaone-groups", "solar", "solar-one-expert", "lfm2", "lfm
 CONFIGS += ["mistral4", "mistral4-groups", "laguna", "laguna-elements", "gemma4"]
 CONFIGS += ["gemma4-own-values"]
 CONFIGS += ["v32", "v32-all-experts", "glm-dsa", "glm-dsa-one-indexer"]
+CONFIGS += ["mimo", "mimo-wide-values", "kimi-linear", "kimi-linear-full-first"]
 CONFIGS += ["qwen2", "qwen2-window", "qwen3", "qwen3-sparse-step", "qwen3-window"]
 GREEDY = SamplingOptions(temperature=0)
 

@@ -54,8 +54,9 @@ CONFIGS += ["granite-shared", "qwen2", "qwen3-sparse-step", "qwen3.5"]
 CONFIGS += list(PAIRS)
 BRIEF_TOO = ["minimax-m2", "qwen3-next", "dots1-window", "ernie4.5", "hunyuan", "exaone-groups"]
 BRIEF_TOO += ["solar", "lfm2-biased", "mistral4", "laguna", "gemma4"]
-BRIEF_TOO += ["v32-all-experts", "glm-dsa"]
-RECURRENT = {"qwen3.5", "qwen3-next", "lfm2-biased"}  # decode without drafts
+BRIEF_TOO += ["v32-all-experts", "glm-dsa", "mimo", "kimi-linear-full-first"]
+# decode without drafts
+RECURRENT = {"qwen3.5", "qwen3-next", "lfm2-biased", "kimi-linear-full-first"}
 SHALLOW = {  # four layers in all, as deep as the others: T5's unscaled scores add more rounding
     "num_layers": 2,
     "num_sparse_encoder_layers": 1,

@@ -26,6 +26,7 @@ CASES: list[tuple[str, dict[str, Any], set[int]]] = [
     ("glm-4.5", {"config": [151329, 151336, 151338]}, {151329, 151336, 151338}),
     ("deepseek-v3.2", {"config": 1}, {1}),
     ("glm-5", {"config": [154820, 154827, 154829]}, {154820, 154827, 154829}),
+    ("kimi: the tokenizer says more", {"config": 163586, "tokenizer": "<end>"}, {163586, END}),
     ("arctic: files disagree", {"config": 31999, "generation_config": 2}, {31999, 2}),
     ("the tokenizer alone knows", {"tokenizer": "<end>"}, {END}),
     ("all three", {"config": 5, "generation_config": [6], "tokenizer": {"content": "<end>"}},

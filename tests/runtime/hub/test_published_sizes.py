@@ -74,6 +74,7 @@ FROM: dict[str, tuple[str, dict[str, Any]]] = {  # published file or short name,
     "minimax-m2": ("MiniMaxAI/MiniMax-M2.5", {}),
     "minimax-m2-reap-162b-a10b": ("MiniMaxAI/MiniMax-M2.5", {"num_local_experts": 180}),
     "qwen3-next-80b-a3b-thinking": ("qwen3-next-80b-a3b", {}),
+    **dict.fromkeys(("kimi-k2-0905", "kimi-k2-thinking"), ("moonshotai/Kimi-K2-Instruct", {})),
     "qwen3-coder-next": ("qwen3-next-80b-a3b", {}),
 }
 
@@ -159,6 +160,8 @@ def test_other_families_are_refused_by_name(model_type: str) -> None:
         ("glm-4.7-flash", "zai-org/GLM-4.7-Flash"),
         ("glm-4.7-flash:latest", "zai-org/GLM-4.7-Flash"),
         ("minimax-m2:latest", "MiniMaxAI/MiniMax-M2"),
+        ("kimi-k2:1t", "moonshotai/Kimi-K2-Instruct"),
+        ("kimi-linear:48b", "moonshotai/Kimi-Linear-48B-A3B-Instruct"),
     ],
 )
 def test_ollamas_names(typed: str, repo: str) -> None:

@@ -25,7 +25,7 @@ KINDS = [
     ("phimoe", "full"),
     ("glm-dsa", "full"),
     ("glm-dsa", "q8"),
-    pytest.param("lfm2", "full", marks=pytest.mark.full),
+    *(pytest.param(n, "full", marks=pytest.mark.full) for n in ("lfm2", "mimo", "kimi-linear")),
 ]  # MLA, windows, recurrent, longrope, indexers
 IDS = [(7 * place + place // 5) % 50 for place in range(100)]
 

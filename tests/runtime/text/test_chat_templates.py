@@ -286,8 +286,50 @@ GEMMA = """
 {%- endif -%}
 """
 
+KIMI = """
+{%- macro render_content(message) -%}
+    {%- set content = message.get('content') -%}
+    {%- if content is string -%}
+        {{ content }}
+    {%- elif content is not none -%}
+        {%- for part in content -%}{{ part['text'] }}{%- endfor -%}
+    {%- endif -%}
+{%- endmacro -%}
+{%- if tools -%}
+    <|im_system|>tool_declare<|im_middle|>{{ tools | tojson }}<|im_end|>
+{%- endif -%}
+{%- for message in messages -%}
+    {%- if loop.first and messages[0]['role'] != 'system' -%}
+        <|im_system|>system<|im_middle|>You are kind.<|im_end|>
+    {%- endif -%}
+    {%- set role_name = message.get('name') or message['role'] -%}
+    {%- if message['role'] in ('user', 'assistant') -%}
+        <|im_{{ message['role'] }}|>{{ role_name }}<|im_middle|>
+    {%- else -%}
+        <|im_system|>{{ role_name }}<|im_middle|>
+    {%- endif -%}
+    {%- if message['role'] == 'assistant' and message.get('tool_calls') -%}
+        {{ render_content(message) }}<|tool_calls_section_begin|>
+        {%- for call in message['tool_calls'] -%}
+            {%- set id = 'functions.' + call['function']['name'] + ':' + loop.index0|string -%}
+            <|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>
+            {{- call['function']['arguments'] | tojson }}<|tool_call_end|>
+        {%- endfor -%}
+        <|tool_calls_section_end|>
+    {%- elif message['role'] == 'tool' -%}
+        ## Return of {{ message.get('tool_call_id', 'functions.unknown:0') }}
+{{ render_content(message) }}
+    {%- else -%}
+        {{ render_content(message) }}
+    {%- endif -%}
+    <|im_end|>
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    <|im_assistant|>assistant<|im_middle|>
+{%- endif -%}
+"""
 TEMPLATES = {  # with the families that use such constructs
-    "chatml": CHATML,  # Qwen, Arctic
+    "chatml": CHATML,  # Qwen, Arctic, MiMo
     "instruct": INSTRUCT,  # Mixtral
     "spoken": SPOKEN,  # DeepSeek
     "harmony": HARMONY,  # gpt-oss
@@ -295,6 +337,7 @@ TEMPLATES = {  # with the families that use such constructs
     "glm": GLM,
     "granite": GRANITE,
     "roles": ROLES,  # OLMoE, Phi
+    "kimi": KIMI,
 }
 ASK = {"role": "user", "content": "What is <2 & 'é'> \U0001f642?\n"}
 SYSTEM = {"role": "system", "content": "Be kind."}

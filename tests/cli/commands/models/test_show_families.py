@@ -28,8 +28,10 @@ REMEMBERED = {
     "exaone": ("exaone_moe", 3 * 2 * 2 * 12),
     "gemma4": ("gemma4", 2 * 2 * 12 + 2 * 2 * 1 * 16),  # wider heads in two layers
     "hunyuan": ("hunyuan_v1_moe", 2 * 2 * 2 * 12),
+    "kimi-linear": ("kimi_linear", 1 * (20 + 8)),  # one layer of four
     "laguna": ("laguna", 3 * 2 * 2 * 12),
     "lfm2": ("lfm2_moe", 1 * 2 * 2 * 6),  # one layer of four
+    "mimo": ("mimo_v2_flash", (1 + 2 + 1) * (12 + 10)),  # key heads of each layer
     "minimax-m2": ("minimax_m2", 2 * 2 * 2 * 12),
     "mistral4": ("mistral4", 3 * (20 + 8)),
     "qwen3-next": ("qwen3_next", 1 * 2 * 1 * 16),  # one layer of four
@@ -56,6 +58,7 @@ REMEMBERED = {
 # slots x recurrent layers x (state of every head + input history of the convolution)
 FIXED = {"qwen3.5": 5 * 3 * (4 * 6 * 10 + 3 * (2 * 2 * 6 + 4 * 10))}
 FIXED |= {"qwen3-next": FIXED["qwen3.5"], "lfm2": 5 * 3 * 2 * 36}
+FIXED |= {"kimi-linear": 5 * 3 * (4 * 6 * 6 + 3 * 3 * 4 * 6)}
 
 
 def test_all_families_are_here() -> None:
