@@ -491,6 +491,7 @@ class ExpertKernel:
         swiglu          silu(gate) * up
         clamped_swiglu  gate * sigmoid(1.702 gate) * (up + 1), gate at most 7, up in -7 … 7
         relu            max(up, 0); there is no gate
+        relu2           max(up, 0) squared; there is no gate
     """
 
     def __init__(

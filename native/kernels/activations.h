@@ -46,13 +46,14 @@ enum class Activation {
     kSwiGlu,         // silu(gate) · up
     kClampedSwiGlu,  // (u + 1) · g · sigmoid(kAlpha · g), g = min(gate, kLimit), u = up in ± kLimit
     kRelu,           // max(up, 0), without a gate
+    kRelu2,          // max(up, 0)², without a gate
 };
 
 inline constexpr float kClampedAlpha = 1.702f;  // gpt-oss
 inline constexpr float kClampedLimit = 7.0f;
 
 constexpr bool is_gated(Activation activation) {
-    return activation != Activation::kRelu;
+    return activation != Activation::kRelu && activation != Activation::kRelu2;
 }
 
 // A row of a tensor of activations.
@@ -80,9 +81,9 @@ void load_row(const std::byte* from, std::size_t count, Dtype dtype, float* valu
 void store_row(const float* values, std::size_t count, std::byte* row, Dtype dtype,
                std::size_t first) noexcept;
 
-// Writes values[i] = activation(gate[i], up[i]) for 32 values; kRelu does not read `gate`. exp() is
-// a polynomial of degree 6, within 2 ulp. For SwiGLU a gate below -88 gives −0 and a gate above 88
-// gives the gate itself, as with an exact exp. A NaN stays NaN.
+// Writes values[i] = activation(gate[i], up[i]) for 32 values; without a gate `gate` is not read.
+// exp() is a polynomial of degree 6, within 2 ulp. For SwiGLU a gate below -88 gives −0 and a gate
+// above 88 gives the gate itself, as with an exact exp. A NaN stays NaN.
 void activate(Activation activation, const float* gate, const float* up, float* values) noexcept;
 
 }  // namespace moeinf

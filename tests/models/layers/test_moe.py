@@ -60,7 +60,7 @@ def make_experts(
     }
 
 
-@pytest.mark.parametrize("activation", ["clamped_swiglu", "relu"])
+@pytest.mark.parametrize("activation", ["clamped_swiglu", "relu", "relu2"])
 def test_activations_with_biases(activation: Activation) -> None:
     draw = torch.Generator().manual_seed(3)
     inner_rows = 10 if activation == "clamped_swiglu" else 5
@@ -71,6 +71,8 @@ def test_activations_with_biases(activation: Activation) -> None:
     products = x @ inner.T + inner_bias
     if activation == "relu":
         middle = products * (products > 0)
+    elif activation == "relu2":
+        middle = products.abs() * products * (products > 0)
     else:
         gate = torch.where(products[:, :5] > 7, 7.0, products[:, :5])
         up = torch.where(products[:, 5:].abs() > 7, 7 * products[:, 5:].sign(), products[:, 5:])

@@ -85,6 +85,8 @@ def act(activation: Activation, inner: Mapping[str, Tensor]) -> Tensor:
     up = inner["up"]
     if activation == "relu":
         return up.relu()
+    if activation == "relu2":
+        return up.relu().square()
     gate = inner["gate"]
     if activation == "swiglu":
         return gate * gate.sigmoid() * up
