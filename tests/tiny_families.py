@@ -170,6 +170,18 @@ def granite_shared(**settings: Any) -> Tiny:
     return Tiny("granitemoeshared", "GraniteMoeSharedConfig", {**sizes, **settings})
 
 
+def granite_hybrid(**settings: Any) -> Tiny:
+    sizes = {
+        **granite_shared().settings,
+        "num_hidden_layers": 4,
+        "layer_types": ["mamba", "mamba", "attention", "mamba"],
+        "mamba_n_heads": 4,
+        "mamba_d_state": 10,
+        "max_position_embeddings": 512,
+    }
+    return Tiny("granitemoehybrid", "GraniteMoeHybridConfig", {**sizes, **settings})
+
+
 def arctic(**settings: Any) -> Tiny:
     sizes = {
         "hidden_size": 32,

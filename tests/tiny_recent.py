@@ -8,6 +8,7 @@ from tests.tiny_families import (
     dots1,
     ernie,
     exaone_moe,
+    granite_hybrid,
     hunyuan,
     laguna,
     lfm2,
@@ -192,6 +193,33 @@ RECENT: dict[str, Tiny] = {
             "original_max_position_embeddings": 16,
         },
     ),
+    "granite-hybrid": granite_hybrid(
+        embedding_multiplier=1.5, residual_multiplier=0.6, logits_scaling=0.7
+    ),
+    "granite-hybrid-rope": granite_hybrid(
+        num_hidden_layers=3,
+        layer_types=["attention", "mamba", "attention"],
+        position_embedding_type="rope",
+        mamba_n_heads=6,
+        mamba_n_groups=3,
+        mamba_expand=3,
+        mamba_d_state=7,
+        mamba_d_conv=3,
+        mamba_proj_bias=True,
+        mamba_conv_bias=False,
+        num_experts_per_tok=1,
+        attention_bias=True,
+        tie_word_embeddings=True,
+        rms_norm_eps=0.03,
+    ),
+    "granite-hybrid-all-experts": granite_hybrid(
+        num_hidden_layers=2,
+        layer_types=["mamba", "attention"],
+        mamba_n_groups=2,
+        mamba_d_conv=2,
+        num_experts_per_tok=6,
+        num_key_value_heads=4,
+    ),
 }
 # One configuration of each of these families is tested by default, and all with -m full.
 BRIEF: tuple[str, ...] = (
@@ -205,4 +233,5 @@ BRIEF: tuple[str, ...] = (
     "lfm2",
     "mistral4",
     "laguna",
+    "granite-hybrid",
 )

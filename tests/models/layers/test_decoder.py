@@ -118,6 +118,7 @@ def test_many_rows_of_logits(olmoe: Pair) -> None:
         ("qwen2-window", 4 * 2 * 3 * 12),
         ("qwen3", 2 * 2 * 2 * 12),
         ("qwen3.5", 1 * 2 * 1 * 16),  # one layer of four has attention
+        ("granite-hybrid", 1 * 2 * 2 * 8),
     ],
 )
 def test_kv_bytes_per_token(make_pair: Make, name: str, items: int) -> None:

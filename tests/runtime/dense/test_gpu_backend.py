@@ -207,7 +207,10 @@ def test_a_layer_launches_a_few_kernels(name: str, tmp_path: Path, fake: Fake) -
 @pytest.mark.first
 @pytest.mark.parametrize(
     "name",
-    ["olmoe-renormalised", "glm4-head-norms", "deepseek-groups", "gpt-oss", "phimoe", "qwen3.5"],
+    [
+        *("olmoe-renormalised", "glm4-head-norms", "deepseek-groups", "gpt-oss", "phimoe"),
+        *("qwen3.5", "granite-hybrid"),
+    ],
 )
 def test_a_family_decodes_with_kernels_as_with_torch(
     name: str, tmp_path: Path, fake: Fake, monkeypatch: pytest.MonkeyPatch

@@ -70,6 +70,19 @@ FROM: dict[str, tuple[str, dict[str, Any]]] = {  # published file or short name,
     "minimax-m2-reap-162b-a10b": ("MiniMaxAI/MiniMax-M2.5", {"num_local_experts": 180}),
     "qwen3-next-80b-a3b-thinking": ("qwen3-next-80b-a3b", {}),
     "qwen3-coder-next": ("qwen3-next-80b-a3b", {}),
+    "granite-4.0-h-small": (
+        "granite-4.0-h-tiny",
+        {
+            "hidden_size": 4096,
+            "intermediate_size": 768,
+            "shared_intermediate_size": 1536,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "num_local_experts": 72,
+            "num_experts_per_tok": 10,
+            "mamba_n_heads": 128,
+        },
+    ),
 }
 
 
@@ -149,6 +162,7 @@ def test_other_families_are_refused_by_name(model_type: str) -> None:
         ("deepseek-r1:671b", "deepseek-ai/DeepSeek-R1"),
         ("glm-4.7-flash", "zai-org/GLM-4.7-Flash"),
         ("glm-4.7-flash:latest", "zai-org/GLM-4.7-Flash"),
+        ("granite4:small-h", "ibm-granite/granite-4.0-h-small"),
         ("minimax-m2:latest", "MiniMaxAI/MiniMax-M2"),
     ],
 )
