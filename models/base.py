@@ -154,6 +154,7 @@ class MoeShape:
     activation: Activation = "swiglu"
     biased: bool = False  # every matrix of an expert has a bias
     encoder_layers: int = 0  # the first of the layers; they run once, when a source is read
+    width: int = 0  # of the model's hidden states where experts see fewer numbers; 0: hidden
 
     @property
     def parts(self) -> dict[Role, tuple[int, ...]]:

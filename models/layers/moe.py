@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moeinf.models.base import Activation, Experts, MoeShape, Pending, Phase
+from moeinf.models.base import Activation, Experts, Linear, MoeShape, Pending, Phase
 from moeinf.models.config import MAX_EXPERTS, MAX_WIDTH, Fields, require
 from moeinf.models.layers.ffn import expert_ffn
 
@@ -171,6 +171,7 @@ class SparseFfn:
     router: Router
     shared: Callable[[Tensor], Tensor] | None = None
     ahead: Router | None = None
+    latent: tuple[Linear, Linear] | None = None  # to the routed experts' width and back
 
     def __call__(self, x: Tensor, experts: Experts) -> Tensor:
         """Return the layer's output: [T, D] -> [T, D]."""
@@ -179,15 +180,20 @@ class SparseFfn:
     def finish(self, x: Tensor, pending: Pending) -> Tensor:
         """Return the output of a layer whose routed experts have been submitted."""
         shared = self.shared(x) if self.shared is not None else None
-        routed = pending.result()
+        routed = self._routed(pending)
         return routed if shared is None else routed + shared
 
     def over(self, x: Tensor, pieces: Sequence[slice], experts: Experts) -> Tensor:
         """Return the layer's output for several pieces, each as if computed alone."""
         pending = self.start(x, experts, pieces)
         shared = None if self.shared is None else torch.cat([self.shared(x[r]) for r in pieces])
-        routed = pending.result()
+        routed = self._routed(pending, pieces)
         return routed if shared is None else routed + shared
+
+    def _routed(self, pending: Pending, pieces: Sequence[slice] = (slice(None),)) -> Tensor:
+        """Return the sum of the routed experts, in the model's width."""
+        routed = pending.result()
+        return routed if self.latent is None else _each(self.latent[1], routed, pieces)
 
     def start(
         self, x: Tensor, experts: Experts, pieces: Sequence[slice] = (slice(None),)
@@ -206,7 +212,16 @@ class SparseFfn:
         """Submit the routed experts of x [T, D], which the router has chosen."""
         if self.ahead is not None and experts.wants_hints:
             experts.hint(self.layer + 1, *_over(self.ahead, x, pieces))
+        if self.latent is not None:
+            x = _each(self.latent[0], x, pieces)
         return experts.submit(self.layer, x, ids, weights)
+
+
+def _each(linear: Linear, x: Tensor, pieces: Sequence[slice]) -> Tensor:
+    """Return linear(x), each piece as if computed alone."""
+    if len(pieces) == 1:
+        return linear(x[pieces[0]])
+    return torch.cat([linear(x[r]) for r in pieces])
 
 
 def _over(router: Router, x: Tensor, pieces: Sequence[slice]) -> tuple[Tensor, Tensor]:
