@@ -14,6 +14,7 @@ from tests.tiny_families import (
     lfm2,
     minimax_m2,
     mistral4,
+    nemotron,
     qwen3_next,
     solar_open,
 )
@@ -220,6 +221,31 @@ RECENT: dict[str, Tiny] = {
         num_experts_per_tok=6,
         num_key_value_heads=4,
     ),
+    "nemotron": nemotron(routed_scaling_factor=2.5),
+    "nemotron-alone": nemotron(
+        layers_block_type=["moe", "mlp", "attention", "attention", "moe", "moe", "mamba"],
+        intermediate_size=22,
+        mamba_num_heads=3,
+        n_groups=1,
+        conv_kernel=2,
+        use_conv_bias=False,
+        use_bias=True,
+        mlp_bias=True,
+        n_routed_experts=8,
+        n_group=2,
+        topk_group=1,
+        num_experts_per_tok=1,
+        norm_topk_prob=False,
+        layer_norm_epsilon=0.03,
+    ),
+    "nemotron-all-experts": nemotron(
+        layers_block_type=["attention", "mlp", "mamba", "moe"],
+        n_groups=6,
+        head_dim=16,
+        num_key_value_heads=4,
+        num_experts_per_tok=7,
+    ),
+    "nemotron-latent": nemotron(moe_latent_size=20, mlp_bias=True, num_experts_per_tok=5),
 }
 # One configuration of each of these families is tested by default, and all with -m full.
 BRIEF: tuple[str, ...] = (
@@ -234,4 +260,5 @@ BRIEF: tuple[str, ...] = (
     "mistral4",
     "laguna",
     "granite-hybrid",
+    "nemotron",
 )

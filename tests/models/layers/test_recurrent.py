@@ -139,6 +139,7 @@ def test_a_pass_that_fails_leaves_everything_as_it_was() -> None:
     [
         "qwen3.5",
         "qwen3.5-full-first",
+        "nemotron",
         pytest.param("granite-hybrid", marks=pytest.mark.full),
     ],
 )

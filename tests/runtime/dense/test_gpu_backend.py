@@ -209,7 +209,7 @@ def test_a_layer_launches_a_few_kernels(name: str, tmp_path: Path, fake: Fake) -
     "name",
     [
         *("olmoe-renormalised", "glm4-head-norms", "deepseek-groups", "gpt-oss", "phimoe"),
-        *("qwen3.5", "granite-hybrid"),
+        *("qwen3.5", "granite-hybrid", "nemotron"),
     ],
 )
 def test_a_family_decodes_with_kernels_as_with_torch(

@@ -27,7 +27,8 @@ CONFIGS += ["minimax-m2", "minimax-m2-yarn", "qwen3-next", "qwen3-next-dense-fir
 CONFIGS += ["dots1-window", "ernie4.5", "ernie4.5-intervals", "hunyuan", "hunyuan-one-expert"]
 CONFIGS += ["exaone", "exaone-groups", "solar", "solar-one-expert", "lfm2", "lfm2-biased"]
 CONFIGS += ["mistral4", "mistral4-groups", "laguna", "laguna-elements"]
-CONFIGS += ["granite-hybrid", "granite-hybrid-rope"]
+CONFIGS += ["granite-hybrid", "granite-hybrid-rope", "nemotron", "nemotron-alone"]
+CONFIGS += ["nemotron-latent"]
 CONFIGS += ["qwen2", "qwen2-window", "qwen3", "qwen3-sparse-step", "qwen3-window"]
 GREEDY = SamplingOptions(temperature=0)
 

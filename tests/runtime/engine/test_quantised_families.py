@@ -53,9 +53,10 @@ CONFIGS += ["glm4-lite", "gpt-oss", "granite", "mixtral-window", "olmoe-yarn", "
 CONFIGS += ["granite-shared", "qwen2", "qwen3-sparse-step", "qwen3.5"]
 CONFIGS += list(PAIRS)
 BRIEF_TOO = ["minimax-m2", "qwen3-next", "dots1-window", "ernie4.5", "hunyuan", "exaone-groups"]
-BRIEF_TOO += ["solar", "lfm2-biased", "mistral4", "laguna", "granite-hybrid-rope"]
+BRIEF_TOO += ["solar", "lfm2-biased", "mistral4", "laguna", "granite-hybrid-rope", "nemotron"]
+BRIEF_TOO += ["nemotron-latent"]
 RECURRENT = {"qwen3.5", "qwen3-next", "lfm2-biased"}  # decode without drafts
-RECURRENT |= {"granite-hybrid-rope"}
+RECURRENT |= {"granite-hybrid-rope", "nemotron", "nemotron-latent"}
 SHALLOW = {  # four layers in all, as deep as the others: T5's unscaled scores add more rounding
     "num_layers": 2,
     "num_sparse_encoder_layers": 1,

@@ -83,6 +83,7 @@ FROM: dict[str, tuple[str, dict[str, Any]]] = {  # published file or short name,
             "mamba_n_heads": 128,
         },
     ),
+    "nemotron-3-super-120b-a12b": ("nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4", {}),
 }
 
 
@@ -163,6 +164,8 @@ def test_other_families_are_refused_by_name(model_type: str) -> None:
         ("glm-4.7-flash", "zai-org/GLM-4.7-Flash"),
         ("glm-4.7-flash:latest", "zai-org/GLM-4.7-Flash"),
         ("granite4:small-h", "ibm-granite/granite-4.0-h-small"),
+        ("nemotron-3-nano:30b", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"),
+        ("nemotron-3-super:120b", "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16"),
         ("minimax-m2:latest", "MiniMaxAI/MiniMax-M2"),
     ],
 )

@@ -24,6 +24,7 @@ KINDS = [
     ("qwen3.5", "q8"),
     ("phimoe", "full"),
     pytest.param("lfm2", "full", marks=pytest.mark.full),
+    pytest.param("nemotron", "full", marks=pytest.mark.full),
 ]  # MLA, windows, recurrent, longrope
 IDS = [(7 * place + place // 5) % 50 for place in range(100)]
 
