@@ -5,7 +5,7 @@ that it did not name.
 
     <tool_call>{"name": …, "arguments": {…}}</tool_call>          Hermes, Qwen2.5, Qwen3, Granite 4
     <tool_call><function=NAME><parameter=P>V</parameter></function></tool_call>
-                                                                    Qwen3-Coder, 3.5
+                                                                    Qwen3-Coder, 3.5, Nemotron-3
     <tool_call>NAME<arg_key>P</arg_key><arg_value>V</arg_value></tool_call>                 GLM-4.5
     <|tool_call|>[{…}]   and   [TOOL_CALLS][{…}]                             Granite 3.1, Mistral
     <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>…<｜tool▁sep｜>…<｜tool▁calls▁end｜>         DeepSeek

@@ -21,6 +21,7 @@ CASES: list[tuple[str, dict[str, Any], set[int]]] = [
      {200002, 199999, 200012}),
     ("phi-3.5: config says less", {"config": 32000, "generation_config": [32000, 32001, 32007]},
      {32000, 32001, 32007}),
+    ("nemotron-3: <|im_end|> too", {"config": 2, "generation_config": [2, 11]}, {2, 11}),
     ("glm-4.5", {"config": [151329, 151336, 151338]}, {151329, 151336, 151338}),
     ("arctic: files disagree", {"config": 31999, "generation_config": 2}, {31999, 2}),
     ("the tokenizer alone knows", {"tokenizer": "<end>"}, {END}),
