@@ -23,7 +23,8 @@ from moeinf.errors import ContextExceeded, UnusableInput
 Phase = Literal["encode", "prefill", "decode"]
 Role = Literal["gate", "up", "down", "gate_bias", "up_bias", "down_bias"]
 KvForm = Literal["full", "q8"]  # of the KV cache: the model's dtype, or rows of layers/kv_q8.py
-Activation = Literal["swiglu", "clamped_swiglu", "geglu", "relu"]  # see ffn.py
+Activation = Literal["swiglu", "clamped_swiglu", "geglu", "relu", "relu2"]  # see ffn.py
+UNGATED: tuple[Activation, ...] = ("relu", "relu2")  # their experts have no gate
 Linear = Callable[[Tensor], Tensor]  # [T, in] -> [T, out]
 Piece = TypeVar("Piece", bound=Callable[..., Any])
 
@@ -153,6 +154,7 @@ class MoeShape:
     activation: Activation = "swiglu"
     biased: bool = False  # every matrix of an expert has a bias
     encoder_layers: int = 0  # the first of the layers; they run once, when a source is read
+    width: int = 0  # of the model's hidden states where experts see fewer numbers; 0: hidden
 
     @property
     def parts(self) -> dict[Role, tuple[int, ...]]:
@@ -161,7 +163,7 @@ class MoeShape:
         found: dict[Role, tuple[int, ...]] = {"gate": (f, d), "up": (f, d), "down": (d, f)}
         if self.biased:
             found |= {"gate_bias": (f,), "up_bias": (f,), "down_bias": (d,)}
-        if self.activation == "relu":
+        if self.activation in UNGATED:
             return {role: shape for role, shape in found.items() if not role.startswith("gate")}
         return found
 

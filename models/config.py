@@ -68,10 +68,17 @@ class Fields:
     def words(self, name: str, *, known: tuple[str, ...], count: int) -> tuple[str, ...] | None:
         """Return a list of `count` of the known words, or None when absent."""
         value = self._values.get(name)
+        if value is not None and (not isinstance(value, list | tuple) or len(value) != count):
+            raise self._error(name, value, f"must be a list of {count} words")
+        return self.any_words(name, known=known, high=count)
+
+    def any_words(self, name: str, *, known: tuple[str, ...], high: int) -> tuple[str, ...] | None:
+        """Return a list of 1 … `high` of the known words, or the letters of a text of them."""
+        value = self._values.get(name)
         if value is None:
             return None
-        if not isinstance(value, list | tuple) or len(value) != count:
-            raise self._error(name, value, f"must be a list of {count} words")
+        if not isinstance(value, list | tuple | str) or not 1 <= len(value) <= high:
+            raise self._error(name, value, f"must be a list of 1 to {high} words")
         if any(not isinstance(word, str) or word not in known for word in value):
             raise self._error(name, value, f"has an unknown word (expected {', '.join(known)})")
         return tuple(value)

@@ -7,9 +7,11 @@ softmax over all of them, renormalised. `granitemoeshared` adds one expert that 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
+
+from torch import Tensor
 
 from moeinf.models.base import (
     ExpertPart,
@@ -21,9 +23,16 @@ from moeinf.models.base import (
 )
 from moeinf.models.config import MAX_WIDTH, Fields
 from moeinf.models.expert_names import known_layer
-from moeinf.models.layers.attention import GqaAttention, GqaShape, gqa_projections, parse_gqa
+from moeinf.models.layers.attention import (
+    GqaAttention,
+    GqaCore,
+    GqaShape,
+    gqa_projections,
+    parse_gqa,
+)
 from moeinf.models.layers.decoder import Block, BodyConfig, Decoder, ignores_buffers, parse_body
 from moeinf.models.layers.ffn import FusedMlp
+from moeinf.models.layers.kv_cache import PassRows
 from moeinf.models.layers.moe import SparseFfn, parse_moe
 from moeinf.models.layers.norms import RmsNorm
 from moeinf.models.layers.routing import SoftmaxRouter
@@ -79,21 +88,38 @@ def parse_shared(values: Mapping[str, Any]) -> GraniteMoeConfig:
 def build(config: GraniteMoeConfig, parts: Parts) -> Model:
     """See base.Family."""
     shape = config.attention
-    blocks = [_block(config, parts, layer) for layer in range(config.body.layers)]
+    blocks = [
+        block(config, parts, layer, attention(config, parts, layer, layer))
+        for layer in range(config.body.layers)
+    ]
     return Decoder(config.body, config.moe, shape.planes, shape.head_dim, blocks, parts)
 
 
-def _block(config: GraniteMoeConfig, parts: Parts, layer: int) -> Block:
+def attention(
+    config: GraniteMoeConfig, parts: Parts, layer: int, place: int, core: type[GqaCore] = GqaCore
+) -> GqaAttention:
+    """Return the attention of a layer, the `place`-th that has one."""
+    name, hidden = f"model.layers.{layer}.self_attn", config.body.hidden
+    projections = gqa_projections(parts, name, hidden, config.attention)
+    return GqaAttention(place, config.attention, projections, core=core)
+
+
+def block(
+    config: GraniteMoeConfig,
+    parts: Parts,
+    layer: int,
+    mixer: Callable[[Tensor, PassRows], Tensor],
+) -> Block:
+    """Return a layer around its attention, or what it has instead."""
     body, moe, prefix = config.body, config.moe, f"model.layers.{layer}"
     gate = parts.tensor(f"{prefix}.block_sparse_moe.router.layer.weight", moe.experts, moe.hidden)
 
     def norm(name: str) -> RmsNorm:
         return RmsNorm(parts.tensor(f"{prefix}.{name}.weight", body.hidden), body.norm_eps)
 
-    projections = gqa_projections(parts, f"{prefix}.self_attn", body.hidden, config.attention)
     return Block(
         attention_norm=norm("input_layernorm"),
-        attention=GqaAttention(layer, config.attention, projections),
+        attention=mixer,
         ffn_norm=norm("post_attention_layernorm"),
         ffn=SparseFfn(
             layer, SoftmaxRouter(gate, moe.top_k, renormalise=True), _shared(config, parts, prefix)

@@ -492,6 +492,7 @@ class ExpertKernel:
         clamped_swiglu  gate * sigmoid(1.702 gate) * (up + 1), gate at most 7, up in -7 … 7
         geglu           gelu(gate) * up, with the tanh form of gelu
         relu            max(up, 0); there is no gate
+        relu2           max(up, 0) squared; there is no gate
     """
 
     def __init__(

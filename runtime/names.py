@@ -57,6 +57,10 @@ _OLLAMA = {
     "deepseek-r1:671b": "deepseek-r1",
     "granite3.1-moe:1b": "granite-3.1-1b-a400m",
     "granite3.1-moe:3b": "granite-3.1-3b-a800m",
+    "granite4:tiny-h": "granite-4.0-h-tiny",
+    "granite4:small-h": "granite-4.0-h-small",
+    "nemotron-3-nano:30b": "nemotron-3-nano",
+    "nemotron-3-super:120b": "nemotron-3-super",
 }
 OLLAMA = "ollama:"  # before the name of a model in Ollama's store
 MACHINE_STATE = "devices.json"  # in state/, beside the folders of models

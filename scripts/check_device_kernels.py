@@ -71,14 +71,16 @@ ROUND = (
     "kv_lora",
 )
 
-ACTIVATIONS = {"swiglu": False, "clamped_swiglu": True, "geglu": False, "relu": True}  # biased?
+
+ACTIVATIONS = (("swiglu", False), ("clamped_swiglu", True), ("geglu", False), ("relu", True))
+ACTIVATIONS += (("relu2", False),)
 
 
 def variants() -> Iterator[tuple[str, Any, dict[str, Any], int]]:
     """Yield the name, the kernel, its constants and its number of warps."""
     for form in FORMS:
         common = {"FORM": form, "STAGES": 4, "EMULATE": False}
-        for activation, biased in ACTIVATIONS.items():
+        for activation, biased in ACTIVATIONS:
             constants = {**common, "DOWN": form, "ACTIVATION": activation, "BIASED": biased}
             yield f"expert_inner {form} {activation}", kernels.expert_inner, constants, 4
             if form == "q4":
@@ -160,7 +162,7 @@ def on_tensor_cores(form: str) -> Iterator[tuple[str, Any, dict[str, Any], int]]
     """Yield the same for kernels of many rows."""
     for rows, warps in ((16, 4), (32, 4), (64, 8))[: 2 if form == "q6k" else 3]:
         common = {"FORM": form, "STAGES": 4, "ROWS": rows}
-        for activation, biased in ACTIVATIONS.items():
+        for activation, biased in ACTIVATIONS:
             constants = {**common, "DOWN": form, "ACTIVATION": activation, "BIASED": biased}
             yield f"grouped_inner {form} {activation} {rows}", gemm.grouped_inner, constants, warps
         constants = {**common, "LANES": 128}

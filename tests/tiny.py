@@ -23,8 +23,10 @@ __all__ = ["TINY", "by_default", "save_tiny", "tiny_config", "tiny_reference"]
 
 _ATTENTION_GAIN = 1.6  # so that attention is not uniform
 _GATES = tuple(
-    f"{name}.weight" for name in ("mlp.gate", "moe.gate", "gate.wg", "router", "router.proj")
+    f"{name}.weight"
+    for name in ("mlp.gate", "moe.gate", "gate.wg", "router", "router.proj", "mixer.gate")
 )
+_MIXED = ("mixer.q_proj.weight", "mixer.k_proj.weight", "mixer.v_proj.weight")
 _ROUTER_GAIN = 2.5  # so that neither chance nor a single logit chooses the experts
 
 
@@ -109,9 +111,9 @@ def _scaled(name: str, noise: Tensor) -> Tensor:
         return noise - 2.5  # so that a token is remembered for several steps
     if noise.dim() == 1:
         return 0.3 * noise if name.endswith("bias") else 1 + 0.2 * noise
-    if "embed_tokens" in name:
+    if "embed" in name:
         return noise
-    gain = _ATTENTION_GAIN if "self_attn" in name else 1.0
+    gain = _ATTENTION_GAIN if "self_attn" in name or name.endswith(_MIXED) else 1.0
     if name.endswith(_GATES):
         gain = _ROUTER_GAIN
     return gain * noise / max(noise.shape[-1], 1) ** 0.5

@@ -30,6 +30,7 @@ from moeinf.models.config import (
     Fields,
 )
 from moeinf.models.layers.batches import check_batch
+from moeinf.models.layers.half_blocks import FfnBlock, MixerBlock
 from moeinf.models.layers.kv_cache import (
     CacheLayout,
     KvCache,
@@ -177,7 +178,7 @@ class ParallelBlock:
         return x + self.residual(self.residual_norm(x))
 
 
-Layer = Block | ParallelBlock | SandwichBlock
+Layer = Block | ParallelBlock | SandwichBlock | MixerBlock | FfnBlock
 
 
 @dataclass(frozen=True)
@@ -356,13 +357,25 @@ def _final_norm(config: BodyConfig, parts: Parts) -> Callable[[Tensor], Tensor]:
     return kind(parts.tensor("model.norm.weight", config.hidden), config.norm_eps)
 
 
+def _sparse(block: Layer) -> SparseFfn | None:
+    """Return the block's experts; None: it has none."""
+    ffn = None if isinstance(block, MixerBlock) else block.ffn
+    return ffn if isinstance(ffn, SparseFfn) else None
+
+
+def _with(block: Layer, ffn: SparseFfn) -> Layer:
+    assert not isinstance(block, MixerBlock)
+    return replace(block, ffn=ffn)
+
+
 def _tuned(block: Layer, parts: Parts) -> Layer:
     """Return the block with its norms and its router tuned by the loader."""
     names = [field.name for field in fields(block) if field.name.endswith("_norm")]
     block = replace(block, **{name: parts.tuned(getattr(block, name)) for name in names})
-    if isinstance(block.ffn, SparseFfn):
-        block = replace(block, ffn=replace(block.ffn, router=parts.tuned(block.ffn.router)))
-    return block
+    sparse = _sparse(block)
+    if sparse is None:
+        return block
+    return _with(block, replace(sparse, router=parts.tuned(sparse.router)))
 
 
 def _looking_ahead(blocks: Sequence[Layer]) -> tuple[Layer, ...]:
@@ -370,18 +383,20 @@ def _looking_ahead(blocks: Sequence[Layer]) -> tuple[Layer, ...]:
     linked: list[Layer] = []
     router: Router | None = None
     for block in reversed(blocks):
-        if isinstance(block.ffn, SparseFfn):
-            following, router = router, block.ffn.router
-            block = replace(block, ffn=replace(block.ffn, ahead=following))
+        sparse = _sparse(block)
+        if sparse is not None:
+            following, router = router, sparse.router
+            block = _with(block, replace(sparse, ahead=following))
         linked.append(block)
     return tuple(reversed(linked))
 
 
 def _sparse_tuned(blocks: Sequence[Layer], parts: Parts) -> tuple[Layer, ...]:
     """Let the loader tune the parts of blocks, then MoE layers; hints keep their routers."""
+    linked = _looking_ahead([_tuned(block, parts) for block in blocks])
     return tuple(
-        replace(block, ffn=parts.tuned(block.ffn)) if isinstance(block.ffn, SparseFfn) else block
-        for block in _looking_ahead([_tuned(block, parts) for block in blocks])
+        block if (sparse := _sparse(block)) is None else _with(block, parts.tuned(sparse))
+        for block in linked
     )
 
 

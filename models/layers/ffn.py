@@ -31,11 +31,17 @@ def _geglu(gate_up: Tensor) -> Tensor:
     return functional.gelu(gate, approximate="tanh") * up
 
 
+def relu2(up: Tensor) -> Tensor:
+    """Return the square of max(up, 0)."""
+    return functional.relu(up).square()
+
+
 _ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "swiglu": _swiglu,
     "clamped_swiglu": _clamped_swiglu,
     "geglu": _geglu,
     "relu": functional.relu,
+    "relu2": relu2,
 }
 
 
@@ -49,7 +55,7 @@ def expert_ffn(
 ) -> Tensor:
     """Return down @ act(inner @ x) for each row of x [T, D], each product plus its bias.
 
-    inner is gate_up [2F, D] with the gate's rows first, or up [F, D] for relu; down is [D, F].
+    inner is gate_up [2F, D], the gate's rows first, or up [F, D] without a gate; down is [D, F].
     """
     act = _ACTIVATIONS[activation]
 
@@ -109,14 +115,15 @@ class FusedMlp:
 
 @dataclass(frozen=True)
 class DenseRelu:
-    """down(relu(up(x))) with dense weights."""
+    """down(act(up(x))) with dense weights and no gate: act is relu or relu2."""
 
     up: Linear
     down: Linear
+    act: Callable[[Tensor], Tensor] = functional.relu
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map [T, D] to [T, D]."""
-        return _in_blocks(lambda rows: self.down(functional.relu(self.up(rows))), x)
+        return _in_blocks(lambda rows: self.down(self.act(self.up(rows))), x)
 
 
 def gated_shared(parts: Parts, prefix: str, hidden: int, intermediate: int) -> Linear:

@@ -41,6 +41,7 @@ Activation activation_of(const std::string& name) {
     if (name == "clamped_swiglu") return Activation::kClampedSwiGlu;
     if (name == "geglu") return Activation::kGeGlu;
     if (name == "relu") return Activation::kRelu;
+    if (name == "relu2") return Activation::kRelu2;
     throw std::invalid_argument("no kernel for the activation '" + name + "'");
 }
 

@@ -179,6 +179,12 @@ void activate(Activation activation, const float* gate, const float* up, float* 
                 store(values + i, u < 0.0f ? Floats{} : u);
             }
             return;
+        case Activation::kRelu2:
+            for (std::size_t i = 0; i < kGroup; i += kWide) {
+                const Floats u = load(up + i), positive = u < 0.0f ? Floats{} : u;
+                store(values + i, positive * positive);
+            }
+            return;
     }
 }
 

@@ -47,6 +47,7 @@ enum class Activation {
     kClampedSwiGlu,  // (u + 1) · g · sigmoid(kAlpha · g), g = min(gate, kLimit), u = up in ± kLimit
     kGeGlu,          // gelu(gate) · up, gelu in its tanh form: g · sigmoid(g · (kGelu + kGeluCube · g²))
     kRelu,           // max(up, 0), without a gate
+    kRelu2,          // max(up, 0)², without a gate
 };
 
 inline constexpr float kClampedAlpha = 1.702f;  // gpt-oss
@@ -55,7 +56,7 @@ inline constexpr float kGelu = 1.59576912f;  // 2 · √(2/π): 1 + tanh(z) = 2 
 inline constexpr float kGeluCube = 0.0713548163f;  // 0.044715 of it
 
 constexpr bool is_gated(Activation activation) {
-    return activation != Activation::kRelu;
+    return activation != Activation::kRelu && activation != Activation::kRelu2;
 }
 
 // A row of a tensor of activations.
@@ -83,9 +84,9 @@ void load_row(const std::byte* from, std::size_t count, Dtype dtype, float* valu
 void store_row(const float* values, std::size_t count, std::byte* row, Dtype dtype,
                std::size_t first) noexcept;
 
-// Writes values[i] = activation(gate[i], up[i]) for 32 values; kRelu does not read `gate`. exp() is
-// a polynomial of degree 6, within 2 ulp. For SwiGLU a gate below -88 gives −0 and a gate above 88
-// gives the gate itself, as with an exact exp. A NaN stays NaN.
+// Writes values[i] = activation(gate[i], up[i]) for 32 values; without a gate `gate` is not read.
+// exp() is a polynomial of degree 6, within 2 ulp. For SwiGLU a gate below -88 gives −0 and a gate
+// above 88 gives the gate itself, as with an exact exp. A NaN stays NaN.
 void activate(Activation activation, const float* gate, const float* up, float* values) noexcept;
 
 }  // namespace moeinf

@@ -8,7 +8,7 @@ One expert is one contiguous range of bytes, the same on disk and in every tier:
     biases      where there are any: gate_up_bias [2F], down_bias [D], bf16 where weights are tiled
     end         data_bytes; a slot is rounded up to whole pages
 
-Experts without a gate (relu) have up [F, D] and up_bias [F] instead of gate_up and gate.
+Experts without a gate (relu, relu2) have up [F, D] and up_bias [F] instead of gate_up and gate.
 
 Gate and up have one format, and down may have another tiled one. The experts of a layer have one
 layout, and layers may differ: a model's slots are as large as its largest layout.

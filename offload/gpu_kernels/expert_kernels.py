@@ -25,6 +25,7 @@ from moeinf.offload.gpu_kernels.tiles import (
     block_words,
     group_words,
     is_odd,
+    is_ungated,
     odd_codes,
     plain_sums,
     quantised,
@@ -75,7 +76,7 @@ def expert_inner(
     slot = slot_of(ids, table, first_cell, pair)
     if slot < 0:
         return
-    LANES: tl.constexpr = 32 if ACTIVATION == "relu" else 64  # gate's rows, then up's
+    LANES: tl.constexpr = 32 if is_ungated(ACTIVATION) else 64  # gate's rows, then up's
     lane = tl.arange(0, LANES)
     matrix, block = lane // 32, group * 2 + lane // 16 - lane // 32 * 2
     row = block * 16 + lane % 16
@@ -95,7 +96,7 @@ def expert_inner(
     if BIASED:
         bias = tl.load(plain + bias_at + matrix * inner + row, row < inner, 0.0)
         found += bias.to(tl.float32)[None, :]
-    if ACTIVATION == "relu":
+    if is_ungated(ACTIVATION):
         values = activated(found, found, ACTIVATION)
     else:
         gate, up = tl.split(tl.permute(tl.reshape(found, (1, 2, 32)), (0, 2, 1)))

@@ -36,6 +36,7 @@ from moeinf.offload.gpu_kernels.tiles import (
     doubled_numbers,
     group_words,
     is_odd,
+    is_ungated,
     odd_codes,
     quantised,
     scales_of,
@@ -128,7 +129,7 @@ def grouped_inner(
     slot = tl.load(slots + begin)
     pair, there = block_rows(slots, order, begin, slot, pairs, ROWS)
     arena = slot.to(tl.int64) * slot_words
-    LANES: tl.constexpr = 64 if ACTIVATION == "relu" else 128  # gate's rows, then up's
+    LANES: tl.constexpr = 64 if is_ungated(ACTIVATION) else 128  # gate's rows, then up's
     tile, lane = tl.program_id(0), tl.arange(0, LANES)
     matrix, block = lane // 64, tile * 4 + lane // 16 - lane // 64 * 4
     found = product_sums(
@@ -140,7 +141,7 @@ def grouped_inner(
         row = block * 16 + lane % 16
         bias = tl.load(plain + arena * 2 + bias_at + matrix * inner + row, row < inner, 0.0)
         found += bias.to(tl.float32)[None, :]
-    if ACTIVATION == "relu":
+    if is_ungated(ACTIVATION):
         values = activated(found, found, ACTIVATION)
     else:
         gate, up = tl.split(tl.permute(tl.reshape(found, (ROWS, 2, 64)), (0, 2, 1)))

@@ -297,10 +297,18 @@ def exponential(x):
 
 
 @triton.jit
+def is_ungated(ACTIVATION: tl.constexpr):
+    return ACTIVATION == "relu" or ACTIVATION == "relu2"
+
+
+@triton.jit
 def activated(gate, up, ACTIVATION: tl.constexpr):
-    """Apply an expert's activation to gate and up; relu does not use `gate`."""
+    """Apply an expert's activation to gate and up; relu and relu2 do not use `gate`."""
     if ACTIVATION == "relu":
         return tl.where(up < 0.0, 0.0, up)
+    if ACTIVATION == "relu2":
+        up = tl.where(up < 0.0, 0.0, up)
+        return up * up
     if ACTIVATION == "swiglu":
         return tl.div_rn(gate, 1.0 + exponential(-gate)) * up
     if ACTIVATION == "geglu":

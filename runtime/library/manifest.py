@@ -98,6 +98,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     activation: str = "swiglu"  # of the experts; see models/layers/ffn.py
     biased: bool = False  # the experts' matrices have biases
     encoder_layers: Bytes = 0  # the first of the MoE layers, which run once per request
+    width: Bytes = 0  # of hidden states, where the experts' `hidden` is another; see hidden_width
     usual_context: _Count | None = None  # the default of --ctx; None: max_context
     forms: tuple[ExpertForms, ...] = ()
     layouts: dict[str, int] = {}
@@ -105,6 +106,11 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     kv_q8_bytes_per_token: Bytes = 0  # 0: that of kv_q8_bytes
     base: str | None = None  # ORG/NAME@COMMIT of the tokenizer, in place of a GGUF file's own
     format: int = FORMAT_VERSION
+
+    @property
+    def hidden_width(self) -> int:
+        """The width of the model's hidden states: D, unless its experts work on fewer numbers."""
+        return self.width or self.hidden
 
     @property
     def model(self) -> ModelName:

@@ -371,6 +371,7 @@ def _manifest(
         activation=moe.activation,
         biased=moe.biased,
         encoder_layers=moe.encoder_layers,
+        width=moe.width,
         usual_context=inventory.usual_context,
         forms=forms,
         dense_forms=dict(inventory.forms.dense) if mixed else {},

@@ -151,7 +151,7 @@ def dense_workspace_bytes(manifest: Manifest, context: int) -> int:
     of `context` tokens. Encoder-decoders also need a mask of the tokens that each token sees.
     """
     chunk, seen = _chunk(manifest), 4 * context if manifest.encoder_layers else 0
-    rows = chunk * (12 * manifest.hidden * 4 + seen)
+    rows = chunk * (12 * manifest.hidden_width * 4 + seen)
     # Latent attention expands keys and values to 2 · nope + rope + v items: 448 for DeepSeek, here
     # 1,024.
     expanded = context * (4096 if manifest.dtype == "F32" else 2048)

@@ -284,7 +284,7 @@ def working_bytes(manifest: Manifest) -> int:
     A source is read in one chunk, since each of its tokens sees all others.
     """
     chunk = max(PREFILL_CHUNK, manifest.max_context if manifest.encoder_layers else 0)
-    return chunk * manifest.hidden * (manifest.top_k * 8 + 8 * 4)
+    return chunk * (manifest.hidden * manifest.top_k * 8 + manifest.hidden_width * 8 * 4)
 
 
 def _window(manifest: Manifest, config: EngineConfig, context: int, experts_bytes: int) -> int:
@@ -303,7 +303,8 @@ def _window(manifest: Manifest, config: EngineConfig, context: int, experts_byte
 def _window_bytes(manifest: Manifest) -> int:
     """Return the bytes for one more token in a window: K + 6 rows, and numbers of its experts."""
     item = 4 if manifest.dtype == "F32" else 2
-    return manifest.hidden * item * (manifest.top_k + 6) + 64 * manifest.top_k
+    rows = manifest.hidden * manifest.top_k + manifest.hidden_width * 6
+    return item * rows + 64 * manifest.top_k
 
 
 def threads_worth_having(manifest: Manifest) -> int:

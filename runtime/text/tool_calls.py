@@ -3,8 +3,9 @@
 Only a complete call of an offered tool is a call. So a client never receives a call of a function
 that it did not name.
 
-    <tool_call>{"name": …, "arguments": {…}}</tool_call>                     Hermes, Qwen2.5, Qwen3
-    <tool_call><function=NAME><parameter=P>V</parameter></function></tool_call>   Qwen3-Coder, 3.5
+    <tool_call>{"name": …, "arguments": {…}}</tool_call>          Hermes, Qwen2.5, Qwen3, Granite 4
+    <tool_call><function=NAME><parameter=P>V</parameter></function></tool_call>
+                                                                    Qwen3-Coder, 3.5, Nemotron-3
     <tool_call>NAME<arg_key>P</arg_key><arg_value>V</arg_value></tool_call>                 GLM-4.5
     <|tool_call|>[{…}]   and   [TOOL_CALLS][{…}]                             Granite 3.1, Mistral
     <|tool_call>call:NAME{P:V,P:<|"|>TEXT<|"|>}<tool_call|>                            Gemma 4

@@ -143,8 +143,8 @@ async def _model(asked: OllamaRequest | OldOllamaRequest, request: Request) -> L
 
 def _check_length(loaded: Loaded, dimensions: int | None) -> None:
     """Raise BadRequest for another vector length than that of the model."""
-    if dimensions not in (None, loaded.manifest.hidden):
-        expected = f"expected {loaded.manifest.hidden}, the length of this model's vectors"
+    if dimensions not in (None, loaded.manifest.hidden_width):
+        expected = f"expected {loaded.manifest.hidden_width}, the length of this model's vectors"
         raise BadRequest(f"dimensions: {dimensions} is invalid ({expected})", "dimensions")
 
 

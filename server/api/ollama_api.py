@@ -313,7 +313,7 @@ def show(asked: ModelRequest, request: Request) -> dict[str, Any]:
         f"{m.family}.block_count": m.layers,
         f"{m.family}.expert_count": m.experts,
         f"{m.family}.expert_used_count": m.top_k,
-        f"{m.family}.embedding_length": m.hidden,
+        f"{m.family}.embedding_length": m.hidden_width,
         f"{m.family}.context_length": m.max_context,
     }
     return {
@@ -361,7 +361,7 @@ def _described(m: Manifest) -> dict[str, Any]:
 
 
 def _details(m: Manifest) -> dict[str, Any]:
-    parameters = m.layers * m.experts * 3 * m.hidden * m.intermediate
+    parameters = m.layers * m.experts * m.expert_layouts[0].weights
     return {
         "parent_model": "",
         "format": "safetensors",

@@ -148,7 +148,7 @@ class _Host(Host):
         self, name: str, keep_alive_s: float | None = None, context: int | None = None
     ) -> Loaded:
         parse_name(name)
-        manifest: Any = SimpleNamespace(model=name, hidden=3)
+        manifest: Any = SimpleNamespace(model=name, hidden_width=3)
         worker: Any = _worker()
         return Loaded(manifest, worker, keep_alive_s or 0)
 

@@ -16,7 +16,8 @@ from tests.models.conftest import Pair
 
 def sparse(loaded: Loaded) -> list[SparseFfn]:
     blocks = loaded.model._body.blocks  # type: ignore[attr-defined]
-    return [block.ffn for block in blocks if isinstance(block.ffn, SparseFfn)]
+    found = [getattr(block, "ffn", None) for block in blocks]
+    return [ffn for ffn in found if isinstance(ffn, SparseFfn)]
 
 
 def test_hints_come_from_the_next_router_and_change_nothing(pair: Pair) -> None:
@@ -36,6 +37,8 @@ def test_hints_come_from_the_next_router_and_change_nothing(pair: Pair) -> None:
     for seen in asking.passes:
         assert list(seen.hints) == list(range(1, model.moe.layers))
         for layer, hint in seen.hints.items():
+            if model.moe.width:
+                continue  # the experts see a projection of the routers' input
             x, before = seen.inputs[layer - 1], ffns[layer - 1].before
             if before is not None:  # only the experts' input is normed, and routers norm it again
                 x = x / before.weight  # type: ignore[attr-defined]

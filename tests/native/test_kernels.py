@@ -285,6 +285,8 @@ def between(activation: str, products: list[torch.Tensor]) -> torch.Tensor:
     """Compute the activations by definition, in the precision of their arguments."""
     if activation == "relu":
         return products[0].clamp(min=0)
+    if activation == "relu2":
+        return products[0].clamp(min=0).square()
     gate, up = products
     if activation == "swiglu":
         return gate / (1 + (-gate).exp()) * up
@@ -296,7 +298,7 @@ def between(activation: str, products: list[torch.Tensor]) -> torch.Tensor:
 
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("biases", [0.0, 6.0])
-@pytest.mark.parametrize("activation", ["swiglu", "clamped_swiglu", "geglu", "relu"])
+@pytest.mark.parametrize("activation", ["swiglu", "clamped_swiglu", "geglu", "relu", "relu2"])
 def test_activations_and_biases_agree_with_float64_on_every_path(activation, biases, form):
     hidden, inner = 70, 45  # biases of 6: about half of the values to clamp are beyond the limit
     gated = is_gated(activation)

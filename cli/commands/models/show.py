@@ -45,7 +45,7 @@ def show(model: Model, json: Json = False, quiet: Quiet = False) -> None:
             ("family", m.family),
             ("quantization", f"{m.tag}, {m.expert_bits:.4g} bits per weight in experts"),
             ("context length", f"{m.max_context} tokens{usual}"),
-            ("embedding length", str(m.hidden)),
+            ("embedding length", str(m.hidden_width)),
             ("MoE layers", str(m.layers)),
             ("experts", f"{m.experts} per layer, {m.top_k} per token"),
             ("expert size", f"{format_bytes(slots.slot_bytes)} (intermediate {m.intermediate})"),

@@ -123,6 +123,8 @@ def test_many_rows_of_logits(olmoe: Pair) -> None:
         ("mimo", (1 + 2 + 1) * (12 + 10)),  # the middle layer has two key heads
         ("qwen3.5", 1 * 2 * 1 * 16),  # one layer of four has attention
         ("gemma4", 2 * 2 * 12 + 2 * 2 * 1 * 16),  # a layer with a window, and two global ones
+        ("granite-hybrid", 1 * 2 * 2 * 8),
+        ("nemotron", 1 * 2 * 2 * 12),
     ],
 )
 def test_kv_bytes_per_token(make_pair: Make, name: str, items: int) -> None:

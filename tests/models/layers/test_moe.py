@@ -62,10 +62,10 @@ def make_experts(
     }
 
 
-@pytest.mark.parametrize("activation", ["clamped_swiglu", "geglu", "relu"])
+@pytest.mark.parametrize("activation", ["clamped_swiglu", "geglu", "relu", "relu2"])
 def test_activations_with_biases(activation: Activation) -> None:
     draw = torch.Generator().manual_seed(3)
-    inner_rows = 5 if activation == "relu" else 10
+    inner_rows = 5 if activation in ("relu", "relu2") else 10
     inner, down, inner_bias, down_bias, x = (
         torch.randn(shape, generator=draw, dtype=torch.float64) * 5
         for shape in ((inner_rows, 4), (4, 5), (inner_rows,), (4,), (70, 4))
@@ -77,6 +77,8 @@ def test_activations_with_biases(activation: Activation) -> None:
         gate = products[:, :5]
         tanh = torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))
         middle = 0.5 * gate * (1 + tanh) * products[:, 5:]
+    elif activation == "relu2":
+        middle = products.abs() * products * (products > 0)
     else:
         gate = torch.where(products[:, :5] > 7, 7.0, products[:, :5])
         up = torch.where(products[:, 5:].abs() > 7, 7 * products[:, 5:].sign(), products[:, 5:])

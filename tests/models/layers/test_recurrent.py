@@ -1,4 +1,4 @@
-"""Test recurrent memory: the delta rule token by token, marks to return to, failed passes."""
+"""Test recurrent memory: delta rule and Mamba2 by tokens, marks to return to, failed passes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 
 from moeinf.models.layers.delta_net import Rule, delta_rule
 from moeinf.models.layers.kimi_delta import channel_rule
+from moeinf.models.layers.mamba2 import state_space
 from moeinf.models.layers.recurrent import RecurrentLayout, RecurrentMemory
 from tests.fakes import WatchedExperts, from_tensors, load_resident
 from tests.tiny import save_tiny, tiny_reference
@@ -50,6 +51,30 @@ def test_many_tokens_at_once_equal_one_after_the_other(rule: Rule) -> None:
     torch.testing.assert_close(after, s, rtol=1e-4, atol=1e-4)
 
 
+def test_many_tokens_of_mamba_equal_one_after_the_other() -> None:
+    """Six heads in two groups; the last result is also written into its own argument."""
+    torch.manual_seed(4)
+    n, heads = 37, 6
+    x, b, c = torch.randn(n, heads, 5), torch.randn(n, 2, 7), torch.randn(n, 2, 7)
+    step = torch.rand(n, heads)
+    decay = -2 * step * torch.rand(heads)
+    start = torch.randn(heads, 5, 7)
+    s, expected = start.clone(), []
+    for t in range(n):  # the definition, with B and C repeated for each head
+        wide, read = b[t].repeat_interleave(3, 0), c[t].repeat_interleave(3, 0)
+        fed = step[t][:, None] * x[t]
+        s = s * decay[t].exp()[:, None, None] + torch.einsum("hp,hn->hpn", fed, wide)
+        expected.append(torch.einsum("hpn,hn->hp", s, read))
+    out, after = state_space(x, b, c, decay, step, start, torch.empty_like(start))
+    torch.testing.assert_close(out, torch.stack(expected), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(after, s, rtol=1e-4, atol=1e-4)
+    single = start.clone()
+    for t in range(n):  # in place
+        row = slice(t, t + 1)
+        out, single = state_space(x[row], b[row], c[row], decay[row], step[row], single, single)
+        torch.testing.assert_close(out[0], expected[t], rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(("rule", "shape"), [(delta_rule, (40, 1)), (channel_rule, (40, 1, 2))])
 def test_a_fast_decay_does_not_overflow(rule: Rule, shape: tuple[int, ...]) -> None:
     """exp(G_i - G_j) for j > i would be e^3000."""
@@ -60,6 +85,10 @@ def test_a_fast_decay_does_not_overflow(rule: Rule, shape: tuple[int, ...]) -> N
         torch.zeros(1, 2, 1), torch.empty(1, 2, 1),
     )  # fmt: skip
     torch.testing.assert_close(out, torch.ones(n, 1, 1))
+    assert s.isfinite().all()
+    one = torch.ones(n, 1, 1)
+    out, s = state_space(one, one, one, one[..., 0] * -80, one[..., 0], s[:, :1], s[:, :1])
+    torch.testing.assert_close(out, one)
     assert s.isfinite().all()
 
 
@@ -115,7 +144,16 @@ def test_a_pass_that_fails_leaves_everything_as_it_was() -> None:
     assert held(memory, 100) == {100.0}
 
 
-@pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5-full-first", "kimi-linear"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3.5",
+        "qwen3.5-full-first",
+        "kimi-linear",
+        "nemotron",
+        pytest.param("granite-hybrid", marks=pytest.mark.full),
+    ],
+)
 def test_long_texts_and_what_is_left_of_them(name: str, tmp_path: Path) -> None:
     """Several chunks in a pass, a return, another end: the same result as in one pass."""
     reference = save_tiny(name, tmp_path)

@@ -74,7 +74,10 @@ def test_a_row_does_not_see_how_many_travel_with_it(form, tokens):
 @given(data=st.data())
 def test_any_shape_routing_and_table(data):
     draw = data.draw
-    form, activation = draw(st.sampled_from(FORMS)), draw(st.sampled_from(["relu", "swiglu"]))
+    form, activation = (
+        draw(st.sampled_from(FORMS)),
+        draw(st.sampled_from(["relu", "relu2", "swiglu"])),
+    )
     layer = Layer(form, draw(st.integers(1, 100)), draw(st.integers(1, 100)), activation)
     tokens, top_k = draw(st.integers(17, 70)), draw(st.integers(1, 3))
     x = random(tokens, layer.shape.hidden).bfloat16()

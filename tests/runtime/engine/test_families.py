@@ -30,6 +30,8 @@ CONFIGS += ["mistral4", "mistral4-groups", "laguna", "laguna-elements", "gemma4"
 CONFIGS += ["gemma4-own-values"]
 CONFIGS += ["v32", "v32-all-experts", "glm-dsa", "glm-dsa-one-indexer"]
 CONFIGS += ["mimo", "mimo-wide-values", "kimi-linear", "kimi-linear-full-first"]
+CONFIGS += ["granite-hybrid", "granite-hybrid-rope", "nemotron", "nemotron-alone"]
+CONFIGS += ["nemotron-latent"]
 CONFIGS += ["qwen2", "qwen2-window", "qwen3", "qwen3-sparse-step", "qwen3-window"]
 GREEDY = SamplingOptions(temperature=0)
 

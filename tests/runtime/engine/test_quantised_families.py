@@ -55,8 +55,10 @@ CONFIGS += list(PAIRS)
 BRIEF_TOO = ["minimax-m2", "qwen3-next", "dots1-window", "ernie4.5", "hunyuan", "exaone-groups"]
 BRIEF_TOO += ["solar", "lfm2-biased", "mistral4", "laguna", "gemma4"]
 BRIEF_TOO += ["v32-all-experts", "glm-dsa", "mimo", "kimi-linear-full-first"]
+BRIEF_TOO += ["granite-hybrid-rope", "nemotron", "nemotron-latent"]
 # decode without drafts
 RECURRENT = {"qwen3.5", "qwen3-next", "lfm2-biased", "kimi-linear-full-first"}
+RECURRENT |= {"granite-hybrid-rope", "nemotron", "nemotron-latent"}
 SHALLOW = {  # four layers in all, as deep as the others: T5's unscaled scores add more rounding
     "num_layers": 2,
     "num_sparse_encoder_layers": 1,
@@ -87,6 +89,8 @@ def act(activation: Activation, inner: Mapping[str, Tensor]) -> Tensor:
     up = inner["up"]
     if activation == "relu":
         return up.relu()
+    if activation == "relu2":
+        return up.relu().square()
     gate = inner["gate"]
     if activation == "swiglu":
         return gate * gate.sigmoid() * up

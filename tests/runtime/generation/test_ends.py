@@ -23,6 +23,7 @@ CASES: list[tuple[str, dict[str, Any], set[int]]] = [
      {32000, 32001, 32007}),
     ("gemma-4: a result of a tool follows", {"config": 1, "generation_config": [1, 106, 50]},
      {1, 106, 50}),
+    ("nemotron-3: <|im_end|> too", {"config": 2, "generation_config": [2, 11]}, {2, 11}),
     ("glm-4.5", {"config": [151329, 151336, 151338]}, {151329, 151336, 151338}),
     ("deepseek-v3.2", {"config": 1}, {1}),
     ("glm-5", {"config": [154820, 154827, 154829]}, {154820, 154827, 154829}),

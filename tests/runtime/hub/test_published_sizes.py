@@ -76,6 +76,20 @@ FROM: dict[str, tuple[str, dict[str, Any]]] = {  # published file or short name,
     "qwen3-next-80b-a3b-thinking": ("qwen3-next-80b-a3b", {}),
     **dict.fromkeys(("kimi-k2-0905", "kimi-k2-thinking"), ("moonshotai/Kimi-K2-Instruct", {})),
     "qwen3-coder-next": ("qwen3-next-80b-a3b", {}),
+    "granite-4.0-h-small": (
+        "granite-4.0-h-tiny",
+        {
+            "hidden_size": 4096,
+            "intermediate_size": 768,
+            "shared_intermediate_size": 1536,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "num_local_experts": 72,
+            "num_experts_per_tok": 10,
+            "mamba_n_heads": 128,
+        },
+    ),
+    "nemotron-3-super-120b-a12b": ("nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4", {}),
 }
 
 
@@ -159,6 +173,9 @@ def test_other_families_are_refused_by_name(model_type: str) -> None:
         ("glm-5", "zai-org/GLM-5"),
         ("glm-4.7-flash", "zai-org/GLM-4.7-Flash"),
         ("glm-4.7-flash:latest", "zai-org/GLM-4.7-Flash"),
+        ("granite4:small-h", "ibm-granite/granite-4.0-h-small"),
+        ("nemotron-3-nano:30b", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"),
+        ("nemotron-3-super:120b", "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16"),
         ("minimax-m2:latest", "MiniMaxAI/MiniMax-M2"),
         ("kimi-k2:1t", "moonshotai/Kimi-K2-Instruct"),
         ("kimi-linear:48b", "moonshotai/Kimi-Linear-48B-A3B-Instruct"),

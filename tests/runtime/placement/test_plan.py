@@ -69,6 +69,16 @@ def test_no_more_threads_than_the_kernels_take(manifest: Manifest) -> None:
     assert place(large, EngineConfig(), 1 << 44, 128).threads == MAX_COMPUTE_THREADS
 
 
+def test_hidden_states_may_be_wider_than_what_experts_read(manifest: Manifest) -> None:
+    """Only the rows of the K experts are narrow (Nemotron-3-Super)."""
+    wide = replace(manifest, width=2 * manifest.hidden)
+    both = replace(manifest, hidden=2 * manifest.hidden)
+    narrow, middle, large = (plan.working_bytes(one) for one in (manifest, wide, both))
+    assert narrow < middle < large == 2 * narrow
+    assert middle - narrow == plan.PREFILL_CHUNK * manifest.hidden * 8 * 4
+    assert (manifest.hidden_width, wide.hidden_width) == (manifest.hidden, 2 * manifest.hidden)
+
+
 def test_a_lossy_option_takes_the_cpu(manifest: Manifest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU that is there would compute experts outside the host's slots."""
     wanted, real = list[str](), plan.choose_processor

@@ -11,6 +11,8 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from moeinf.runtime.text.chat_template import TemplateWorker
+from moeinf.runtime.text.tool_calls import format_of, knows_tools
+from tests.runtime.text.recent_templates import GRANITE4, NEMOTRON
 
 CHATML = """
 {%- if tools %}
@@ -336,6 +338,8 @@ TEMPLATES = {  # with the families that use such constructs
     "gemma": GEMMA,
     "glm": GLM,
     "granite": GRANITE,
+    "granite 4": GRANITE4,
+    "nemotron": NEMOTRON,
     "roles": ROLES,  # OLMoE, Phi
     "kimi": KIMI,
 }
@@ -368,6 +372,15 @@ VARIABLES: list[dict[str, Any]] = [
     {"add_generation_prompt": False},
     {"add_generation_prompt": True, "tools": TOOLS, "enable_thinking": False},
 ]
+
+
+@pytest.mark.parametrize(("template", "opening"), [(NEMOTRON, "<function="), (GRANITE4, None)])
+def test_their_tool_calls_are_known(template: str, opening: str | None) -> None:
+    assert knows_tools(template)
+    form = format_of(template)
+    assert form is not None
+    assert form.open == "<tool_call>"
+    assert (form.bare and form.bare.open) == opening
 
 
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)

@@ -44,8 +44,10 @@ REMEMBERED = {
     "glm4-lite": ("glm4_moe_lite", 3 * (20 + 8)),
     "gpt-oss": ("gpt_oss", 3 * 2 * 2 * 10),
     "granite": ("granitemoe", 2 * 2 * 2 * 8),
+    "granite-hybrid": ("granitemoehybrid", 1 * 2 * 2 * 8),  # one layer of four
     "granite-shared": ("granitemoeshared", 2 * 2 * 2 * 8),
     "mixtral": ("mixtral", 2 * 2 * 2 * 12),
+    "nemotron": ("nemotron_h", 1 * 2 * 2 * 12),  # one layer of five
     "nllb": ("nllb-moe", 2 * 4 * 2 * 4 * 8),  # twice: for the answer, and for the source
     "olmoe": ("olmoe", 2 * 2 * 4 * 8),
     "phimoe": ("phimoe", 2 * 2 * 2 * 12),
@@ -59,6 +61,8 @@ REMEMBERED = {
 FIXED = {"qwen3.5": 5 * 3 * (4 * 6 * 10 + 3 * (2 * 2 * 6 + 4 * 10))}
 FIXED |= {"qwen3-next": FIXED["qwen3.5"], "lfm2": 5 * 3 * 2 * 36}
 FIXED |= {"kimi-linear": 5 * 3 * (4 * 6 * 6 + 3 * 3 * 4 * 6)}
+FIXED |= {"granite-hybrid": 5 * 3 * (4 * 16 * 10 + 3 * (4 * 16 + 2 * 10))}
+FIXED |= {"nemotron": 5 * 2 * (6 * 8 * 10 + 3 * (6 * 8 + 2 * 2 * 10))}
 
 
 def test_all_families_are_here() -> None:
