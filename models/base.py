@@ -270,7 +270,7 @@ class Model(Protocol):
         accept    drafted tokens of one state with history: each is computed as if it came alone,
                   after those before it. Called with the logits of all of them [T, vocab] before the
                   pass ends; returns how many of the first ones the state keeps. The other rows are
-                  not history. Not for recurrent layers
+                  not history
 
         The phase is decode when every request brings exactly one token and has history, or `accept`
         is given, else prefill. Raises ContextFull. A failed pass leaves all lengths as they were.

@@ -138,7 +138,7 @@ class Engine:
                 load_seconds=time.perf_counter() - start,
                 peak_bytes=plan.peak_bytes,
                 reproducible=config.reproducible,
-                drafts=may_draft(config, manifest, tiers, weights.model),
+                drafts=may_draft(config, manifest, tiers),
             )
             if plan.traced:
                 Library(settings).used(manifest.model)

@@ -228,11 +228,10 @@ def scarcity(gpu: OpenGpu | None) -> tuple[type[Exception], ...]:
     return () if gpu is None else gpu.device.out_of_memory
 
 
-def may_draft(config: EngineConfig, manifest: Manifest, tiers: Tiers, model: Model) -> bool:
+def may_draft(config: EngineConfig, manifest: Manifest, tiers: Tiers) -> bool:
     """Return True if a row of several of one request equals the row computed alone.
 
-    Not with torch's float32 products, on a GPU, or if residency chooses the result. Recurrent
-    layers cannot go back by one token.
+    Not with torch's float32 products, on a GPU, or if residency chooses the result.
     """
     return (
         config.speculation
@@ -240,7 +239,6 @@ def may_draft(config: EngineConfig, manifest: Manifest, tiers: Tiers, model: Mod
         and tiers.gpu is None
         and not config.lossy
         and not manifest.encoder_layers
-        and not model.state_bytes
     )
 
 

@@ -9,8 +9,7 @@ Each token is chosen from its own logits by the request's sampler, in order. So 
 same with and without drafts, and so is the state. Rejected rows are not history for the policy and
 the EAMC.
 
-A grammar, whose masks come from another process, decodes without drafts. So do recurrent layers,
-whose memory cannot go back one token, and a GPU.
+A grammar, whose masks come from another process, decodes without drafts. So does a GPU.
 """
 
 from __future__ import annotations
