@@ -91,6 +91,8 @@ class Speculation:
         one.lookup.follow(one.answer.history)
         state = one.place.state
         rows = min(MOST_ROWS, one.answer.left, state.capacity - state.length)
+        if (most := one.request.limits.drafts) is not None:
+            rows = min(rows, 1 + most)
         if one.lookup.matched:
             chances = one.lookup.agreement.chances(one.lookup.matched, rows - 1)
             if found := one.lookup.draft(self.gate.worth(one.drafts, chances)):

@@ -22,6 +22,7 @@ from moeinf.runtime.library.library import Library
 from moeinf.runtime.requests import Limits, SamplingOptions
 from moeinf.runtime.sampling.grammar import json_of
 from moeinf.runtime.sizes import parse_memory
+from moeinf.server.api.ollama_options import sampling
 from scripts.make_checkpoint import byte_tokenizer
 from tests.conftest import Open, endless, pull
 from tests.tiny import save_tiny
@@ -191,6 +192,22 @@ def test_every_length_and_what_the_state_keeps(plain: Engine, engine: Engine) ->
         assert ended(events).reason == "length"
         assert scheduler.cached_tokens == len(PROMPT) + most - 1
         assert scheduler.tokens == most
+
+
+@pytest.mark.parametrize("most", [0, 1, 4])
+def test_a_request_that_limits_its_drafts(most: int, plain: Engine, engine: Engine) -> None:
+    _, limits = sampling({"draft_num_predict": most, "num_predict": ANSWER})
+    passes, check = list[int](), engine.check
+
+    def counted(state: Any, ids: list[int], accept: Any) -> None:
+        passes.append(len(ids) - 1)
+        check(state, ids, accept)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "check", counted)
+        found = answer(engine, GREEDY, limits)
+    assert same(found, answer(plain, GREEDY, Limits(ANSWER)))
+    assert max(passes, default=0) == most
 
 
 def test_stop_texts(plain: Engine, engine: Engine) -> None:
