@@ -289,6 +289,8 @@ class Family:
     ignores   (tensor name, config) -> whether the tensor is deliberately not loaded
     fused     (tensor name, config) -> the experts it holds, where a checkpoint stores them fused
     rename    dense tensor name -> the name that build asks for, where checkpoints differ
+    mtp       config -> the family of the modules of multi-token prediction (layers/mtp.py) that a
+              checkpoint with this config may have; its build returns MtpModules
     """
 
     model_type: str
@@ -298,3 +300,4 @@ class Family:
     ignores: Callable[[str, Any], bool]
     fused: Callable[[str, Any], FusedPart | None] = lambda _name, _config: None
     rename: Callable[[str], str] = lambda name: name
+    mtp: Callable[[Any], Family | None] = lambda _config: None
