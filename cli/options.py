@@ -302,6 +302,19 @@ NoSpeculation = Annotated[
 ]
 
 
+DraftModel = Annotated[
+    str | None,
+    typer.Option(
+        "--draft",
+        metavar="MODEL",
+        help="A smaller model with the same vocabulary, which drafts tokens; the answer is the "
+        "same.",
+        autocompletion=installed_models,
+        show_default=False,
+    ),
+]
+
+
 def engine_config(
     settings: Settings,
     memory: MemorySize | None,
@@ -319,6 +332,7 @@ def engine_config(
     experts: float | None = None,
     speculation: bool = True,
     kv: Kv | None = None,
+    draft: str | None = None,
 ) -> EngineConfig:
     """Return the configuration: options override the environment, which overrides defaults."""
     return EngineConfig(
@@ -339,4 +353,5 @@ def engine_config(
         reproducible=reproducible,
         prefix=settings.prefix if prefix_cache else None,
         speculation=speculation,
+        draft=draft,
     )

@@ -272,7 +272,7 @@ class Model(Protocol):
         accept    drafted tokens of one state with history: each is computed as if it came alone,
                   after those before it. Called with the logits of all of them [T, vocab] before the
                   pass ends; returns how many of the first ones the state keeps. The other rows are
-                  not history. Not for recurrent layers
+                  not history
 
         The phase is decode when every request brings exactly one token and has history, or `accept`
         is given, else prefill. Raises ContextFull. A failed pass leaves all lengths as they were.
@@ -291,6 +291,8 @@ class Family:
     ignores   (tensor name, config) -> whether the tensor is deliberately not loaded
     fused     (tensor name, config) -> the experts it holds, where a checkpoint stores them fused
     rename    dense tensor name -> the name that build asks for, where checkpoints differ
+    mtp       config -> the family of the modules of multi-token prediction (layers/mtp.py) that a
+              checkpoint with this config may have; its build returns MtpModules
     """
 
     model_type: str
@@ -300,3 +302,4 @@ class Family:
     ignores: Callable[[str, Any], bool]
     fused: Callable[[str, Any], FusedPart | None] = lambda _name, _config: None
     rename: Callable[[str], str] = lambda name: name
+    mtp: Callable[[Any], Family | None] = lambda _config: None

@@ -6,7 +6,7 @@ Math as in transformers 5.23, modeling_deepseek_v3.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -16,9 +16,11 @@ from moeinf.models.config import MAX_LAYERS, Fields
 from moeinf.models.layers.decoder import Block, BodyConfig, Decoder, parse_body
 from moeinf.models.layers.kv_cache import PassRows
 from moeinf.models.layers.mla import MlaAttention, MlaShape, parse_mla
+from moeinf.models.layers.mtp import MtpModules, behind, mtp_family
 from moeinf.models.layers.norms import RmsNorm
 from moeinf.models.layers.sigmoid_experts import (
     SigmoidExperts,
+    of_modules,
     parse_sigmoid_experts,
     sigmoid_expert,
     sigmoid_ffn,
@@ -61,18 +63,14 @@ def parse(values: Mapping[str, Any]) -> DeepseekV3Config:
 def build(config: DeepseekV3Config, parts: Parts) -> Model:
     """See base.Family."""
     shape = config.attention
-    blocks = [
-        block(
-            config,
-            parts,
-            layer,
-            MlaAttention(
-                layer, shape, config.body.hidden, parts, f"model.layers.{layer}.self_attn"
-            ),
-        )
-        for layer in range(config.body.layers)
-    ]
+    blocks = [_block(config, parts, layer) for layer in range(config.body.layers)]
     return Decoder(config.body, config.moe, shape.planes, shape.rope, blocks, parts)
+
+
+def _block(config: DeepseekV3Config, parts: Parts, layer: int) -> Block:
+    prefix, hidden = f"model.layers.{layer}.self_attn", config.body.hidden
+    attention = MlaAttention(layer, config.attention, hidden, parts, prefix)
+    return block(config, parts, layer, attention)
 
 
 def block(
@@ -95,4 +93,20 @@ def block(
     )
 
 
-FAMILY = Family("deepseek_v3", parse, build, sigmoid_expert, sigmoid_ignores)
+def mtp(config: DeepseekV3Config) -> Family | None:
+    """See base.Family."""
+    extra = config.ffn.extra_layers
+    if not extra:
+        return None
+    body = replace(config.body, layers=len(extra))
+    own = replace(config, body=body, ffn=of_modules(config.ffn))
+    return mtp_family("deepseek_v3", own, build_mtp, behind(extra), sigmoid_expert)
+
+
+def build_mtp(config: DeepseekV3Config, parts: Parts) -> MtpModules:
+    """Build the modules of multi-token prediction, from the config that `mtp` makes."""
+    blocks = [_block(config, parts, layer) for layer in range(config.body.layers)]
+    return MtpModules(config.body, config.moe, config.attention.planes, blocks, parts)
+
+
+FAMILY = Family("deepseek_v3", parse, build, sigmoid_expert, sigmoid_ignores, mtp=mtp)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from moeinf.models.base import Family
 from moeinf.models.config import MAX_LAYERS, Fields
 from moeinf.models.layers.attention import parse_gqa
 from moeinf.models.layers.decoder import parse_body
-from moeinf.models.layers.sigmoid_decoder import SigmoidGqaConfig, build
+from moeinf.models.layers.sigmoid_decoder import SigmoidGqaConfig, build, mtp
 from moeinf.models.layers.sigmoid_experts import (
     parse_sigmoid_experts,
     sigmoid_expert,
@@ -37,4 +38,6 @@ def parse(values: Mapping[str, Any]) -> SigmoidGqaConfig:
     )
 
 
-FAMILY = Family("glm4_moe", parse, build, sigmoid_expert, sigmoid_ignores)
+FAMILY = Family(
+    "glm4_moe", parse, build, sigmoid_expert, sigmoid_ignores, mtp=partial(mtp, "glm4_moe")
+)

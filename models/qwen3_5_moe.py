@@ -1,8 +1,8 @@
 """Qwen3.5-MoE and Qwen3.6: three layers of Gated DeltaNet to one of gated attention.
 
 Math as in transformers 5.23, modeling_qwen3_5_moe.py, for text alone. The vision part
-(model.visual) and multi-token prediction (mtp) are left out. For text the three position axes of
-its rope are equal, so it is an ordinary partial rope.
+(model.visual) is left out. For text the three position axes of its rope are equal, so it is an
+ordinary partial rope.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor
@@ -39,6 +40,7 @@ from moeinf.models.layers.delta_net import (
 )
 from moeinf.models.layers.feed_forward import FfnPlan, feed_forward, parse_ffn
 from moeinf.models.layers.ffn import gated_shared
+from moeinf.models.layers.mtp import MtpModules, in_qwen, mtp_family
 from moeinf.models.layers.norms import HeadNorm, WideRmsNorm, centred_norm
 from moeinf.models.layers.routing import SoftmaxRouter
 
@@ -63,6 +65,7 @@ class Qwen35MoeConfig:
     inner: bool  # names begin with _INNER instead of "model."
     renormalise: bool = True  # norm_topk_prob
     fused_inputs: bool = False  # of DeltaNet, as in Qwen3-Next
+    mtp: bool = True  # the checkpoint may have a module of multi-token prediction
 
     def __post_init__(self) -> None:
         require(len(self.full) > 0, "no layer has full attention")
@@ -108,7 +111,14 @@ def parse(values: Mapping[str, Any]) -> Qwen35MoeConfig:
         ffn=parse_ffn(fields, range(body.layers), body.layers, body.hidden),
         shared_intermediate=fields.integer("shared_expert_intermediate_size", high=MAX_WIDTH),
         inner=inner,
+        mtp=parse_mtp(fields),
     )
+
+
+def parse_mtp(fields: Fields) -> bool:
+    """Return whether the config has one module of multi-token prediction, with our embedding."""
+    count = fields.integer("mtp_num_hidden_layers", low=0, high=MAX_LAYERS, default=1)
+    return count == 1 and not fields.flag("mtp_use_dedicated_embeddings")
 
 
 def parse_full_layers(fields: Fields, layers: int) -> tuple[int, ...]:
@@ -229,4 +239,22 @@ def fused(name: str, config: Qwen35MoeConfig) -> FusedPart | None:
     return FusedPart(layer, _FUSED_ROLES[match[2]])
 
 
-FAMILY = Family("qwen3_5_moe", parse, build, expert, ignores, fused)
+def mtp(model_type: str, config: Qwen35MoeConfig) -> Family | None:
+    """See base.Family. The one module is a layer of full attention with experts."""
+    if not config.mtp:
+        return None
+    plan = FfnPlan(replace(config.moe, layers=1), range(1), None)
+    body = replace(config.body, layers=1)
+    own = replace(config, body=body, full=(0,), ffn=plan, inner=False)
+    return mtp_family(model_type, own, build_mtp, in_qwen, expert, fused)
+
+
+def build_mtp(config: Qwen35MoeConfig, parts: Parts) -> MtpModules:
+    """Build the module of multi-token prediction, from the config that `mtp` makes."""
+    blocks = [_block(config, parts, 0)]
+    return MtpModules(config.body, config.moe, config.attention.planes, blocks, parts)
+
+
+FAMILY = Family(
+    "qwen3_5_moe", parse, build, expert, ignores, fused, mtp=partial(mtp, "qwen3_5_moe")
+)

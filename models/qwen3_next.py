@@ -1,12 +1,13 @@
 """Qwen3-Next and Qwen3-Coder-Next: Qwen3.5's layers with fused inputs of DeltaNet.
 
-Math as in transformers 5.23, modeling_qwen3_next.py. Multi-token prediction (mtp) is left out.
+Math as in transformers 5.23, modeling_qwen3_next.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from moeinf.models.base import Family
@@ -15,7 +16,15 @@ from moeinf.models.layers.attention import parse_gqa
 from moeinf.models.layers.decoder import parse_body
 from moeinf.models.layers.delta_net import parse_delta
 from moeinf.models.layers.feed_forward import parse_ffn, parse_sparse_step
-from moeinf.models.qwen3_5_moe import Qwen35MoeConfig, build, expert, ignores, parse_full_layers
+from moeinf.models.qwen3_5_moe import (
+    Qwen35MoeConfig,
+    build,
+    expert,
+    ignores,
+    mtp,
+    parse_full_layers,
+    parse_mtp,
+)
 
 
 def parse(values: Mapping[str, Any]) -> Qwen35MoeConfig:
@@ -34,7 +43,8 @@ def parse(values: Mapping[str, Any]) -> Qwen35MoeConfig:
         inner=False,
         renormalise=fields.flag("norm_topk_prob", default=True),
         fused_inputs=True,
+        mtp=parse_mtp(fields),
     )
 
 
-FAMILY = Family("qwen3_next", parse, build, expert, ignores)
+FAMILY = Family("qwen3_next", parse, build, expert, ignores, mtp=partial(mtp, "qwen3_next"))

@@ -278,6 +278,7 @@ class EngineConfig:
     prefix     keep the KV of ended requests (runtime/prefix); None: do not
     speculation  check tokens that the text itself suggests, several in a pass (runtime/generation/
                lookup.py); the answer is the same without
+    draft      another model with the same vocabulary, which suggests tokens, too
     """
 
     memory: MemorySize | None = None
@@ -301,6 +302,7 @@ class EngineConfig:
     reproducible: bool = False
     prefix: PrefixBudget | None = None
     speculation: bool = True
+    draft: str | None = None
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < PREFILL_CHUNK:
@@ -324,6 +326,11 @@ class EngineConfig:
             )
         if self.kv == "q8" and self.device == "cuda":
             raise InvalidValue("--kv q8 cannot be combined with --device cuda")
+        if self.draft is not None:
+            others = ["--no-speculation"] if not self.speculation else []
+            others += lossy_options(self.lossy)
+            if others:
+                raise InvalidValue(f"--draft cannot be combined with {others[0]}")
         for option in lossy_options(self.lossy):
             if self.device == "cuda":
                 raise InvalidValue(f"{option} cannot be combined with --device cuda")

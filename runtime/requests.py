@@ -35,11 +35,13 @@ class Message:
 class Limits:
     """The limits of an answer: it ends after max_tokens, or before a `stop` text.
 
-    max_tokens None: at the end of the context.
+    max_tokens None: at the end of the context. drafts: the most tokens that a pass may draft, which
+    never changes the answer; None: as many as pay.
     """
 
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
+    drafts: int | None = None
 
 
 @dataclass(frozen=True)

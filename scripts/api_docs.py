@@ -60,7 +60,7 @@ def written() -> str:
         app = create_app(Settings(Path(home)), ServerSettings(), EngineConfig())
     document = app.openapi()
     schemas = document.get("components", {}).get("schemas", {})
-    work = _listed(("num_ctx", "num_predict", "stop", *SAMPLING))
+    work = _listed(("num_ctx", "num_predict", "stop", "draft_num_predict", *SAMPLING))
     parts, used = (
         [_BEGIN, _schemas(), _OPTIONS.format(work, _listed(OF_OTHER_ENGINES))],
         list[str](),

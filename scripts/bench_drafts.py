@@ -6,14 +6,18 @@ The model has OLMoE's shape and random weights (benchmarks/models.py), so its an
 edit's prompt is a file of this repository before a commit, its answer the file after it. A text's
 prompt is the beginning of a document, its answer what follows. Both are cut into tokens by a
 vocabulary that is trained on the repository. Rounds alternate with and without drafts.
+
+--draft SHARE adds a draft model: two narrow layers of the same kind, whose passes are computed. Its
+random weights predict nothing, so the right token replaces its own with that probability.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +28,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from benchmarks.models import RaceModel
 from benchmarks.shapes import SHAPES
 from moeinf.runtime.config import EngineConfig
+from moeinf.runtime.engine.draft_engine import DraftEngine
 from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.generation.events import Request
 from moeinf.runtime.generation.generate import Generation
@@ -33,6 +38,7 @@ from moeinf.runtime.sampling.sampler import Sampler
 from moeinf.runtime.sizes import parse_memory
 
 _ROOT = Path(__file__).parents[1]
+_NARROW = {"num_hidden_layers": 2, "hidden_size": 1024, "intermediate_size": 512, "num_experts": 16}
 _PROMPT = 950  # tokens at most
 _SOURCES = (".py", ".md", ".cpp", ".h")
 
@@ -45,6 +51,21 @@ class Forced(Sampler):
 
     def choose(self, logits: NDArray[np.float32], history: Sequence[int]) -> int:
         return Forced.answer[len(history) - Forced.prompt_tokens]
+
+
+def guessing(share: float) -> None:
+    """Make every draft model choose the right token with this probability."""
+    compute, draw = DraftEngine.extend, random.Random(1)
+
+    def extend(
+        self: DraftEngine, ids: Sequence[int], stopped: Callable[[], bool]
+    ) -> tuple[int, float]:
+        compute(self, ids, stopped)
+        at = self.state.length - Forced.prompt_tokens
+        right = at < len(Forced.answer) and draw.random() < share
+        return (Forced.answer[at] if right else 0), share
+
+    DraftEngine.extend = extend  # type: ignore[method-assign]
 
 
 def git(*words: str) -> str:
@@ -100,17 +121,26 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=4, help="of each kind")
     parser.add_argument("--tokens", type=int, default=200, help="of an answer, at most")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--kinds", nargs="*", default=["edit", "text"])
+    parser.add_argument("--draft", type=float, metavar="SHARE")
     given = parser.parse_args()
     name = f"olmoe-{given.layers}"
     shape = {**SHAPES["olmoe"], "num_hidden_layers": given.layers}
     race, pieces = RaceModel(given.cache.absolute(), name, shape), vocabulary()
     manifest = race.ours("q4")
-    config = EngineConfig(memory=parse_memory(given.memory), context=1500, trace=False)
+    draft = None
+    if given.draft is not None:
+        small = RaceModel(race.cache, "olmoe-narrow", {**SHAPES["olmoe"], **_NARROW})
+        draft = str(small.ours("q4").model)
+        guessing(given.draft)
+    memory = parse_memory(given.memory)
+    config = EngineConfig(memory=memory, context=1500, trace=False, draft=draft)
     Sampler.choose = Forced.choose  # type: ignore[method-assign]
     with Engine.open(manifest, race.folder("q4"), config, race.settings) as engine:
         engine.info = replace(engine.info, ends=frozenset())
         scheduler = Scheduler(engine)
-        for kind, cases in (("edit", edits()), ("text", texts())):
+        for kind in given.kinds:
+            cases = edits() if kind == "edit" else texts()
             ratios, drafted, accepted = list[float](), 0, 0
             for before, after in cases:
                 prompt, answer = pieces.encode(before).ids, pieces.encode(after).ids[: given.tokens]

@@ -23,6 +23,7 @@ from moeinf.cli.options import (
     Context,
     Device,
     DeviceMemory,
+    DraftModel,
     Experts,
     Json,
     KeepAlive,
@@ -110,6 +111,7 @@ def run(
     reproducible: Reproducible = False,
     no_prefix_cache: NoPrefixCache = False,
     no_speculation: NoSpeculation = False,
+    draft: DraftModel = None,
     no_trace: NoTrace = False,
     server: Annotated[
         bool | None,
@@ -157,6 +159,7 @@ def run(
         experts=experts,
         speculation=not no_speculation,
         kv=kv,
+        draft=draft,
     )
     if dry_run:
         print_plan(model, config, settings, out)
@@ -188,7 +191,7 @@ def run(
         "--no-prefix-cache": no_prefix_cache or None,
         "--no-speculation": no_speculation or None,
         "--skip-below": skip_below or None, "--route": route or None,
-        "--experts": experts, "--kv": kv,
+        "--experts": experts, "--kv": kv, "--draft": draft,
         "--no-server": True if server is False else None,
     }  # fmt: skip
     asked = [name for name, value in own.items() if value is not None]

@@ -13,6 +13,7 @@ from moeinf.cli.options import (
     Context,
     Device,
     DeviceMemory,
+    DraftModel,
     Experts,
     KvForm,
     Memory,
@@ -31,6 +32,7 @@ from moeinf.cli.output import Output
 from moeinf.errors import problem
 from moeinf.offload.policy.names import DEFAULT_POLICY
 from moeinf.runtime.config import read_environment, read_server_environment
+from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.processes import Registry
 from moeinf.runtime.machine.device_choice import check_usable, choose_processor
 
@@ -73,6 +75,7 @@ def serve(
     reproducible: Reproducible = False,
     no_prefix_cache: NoPrefixCache = False,
     no_speculation: NoSpeculation = False,
+    draft: DraftModel = None,
     port: Annotated[
         int | None,
         typer.Option(min=0, max=65535, help="0: any free port.", show_default=False),
@@ -105,6 +108,8 @@ def serve(
     processor = choose_processor(device, device_memory, settings.libcuda)
     if processor.gpu is not None:
         check_usable(processor.gpu.name)
+    if draft is not None:
+        Library(settings).find(draft)
     config = engine_config(
         settings,
         memory,
@@ -121,6 +126,7 @@ def serve(
         experts=experts,
         speculation=not no_speculation,
         kv=kv,
+        draft=draft,
     )
 
     from moeinf.server.serve import run_server  # imports FastAPI and uvicorn

@@ -12,6 +12,7 @@ from moeinf.cli.views.gpu_plan import device_fields
 from moeinf.runtime.hub.suggestions import fitting
 from moeinf.runtime.placement.decode_speed import Seen
 from moeinf.runtime.placement.outlook import Outlook
+from moeinf.runtime.placement.plan import Placement
 from moeinf.runtime.sizes import format_bytes, format_bytes_up
 
 Rows = Mapping[str, Outlook]  # by tag
@@ -111,9 +112,15 @@ def _memory(found: Outlook, sizes: str) -> list[tuple[str, str]]:
         ("dense weights", size(placement.dense_bytes)),
         ("KV cache", f"{size(placement.kv_bytes)} for {placement.context} tokens{form}"),
         ("prefix cache", f"at most {size(placement.prefix_bytes)}"),
+        *_draft(placement),
         ("scratch", f"at most {size(placement.scratch_bytes)}"),
         ("threads", str(placement.threads)),
     ]
+
+
+def _draft(placement: Placement) -> list[tuple[str, str]]:
+    size = placement.draft_bytes
+    return [("draft model", format_bytes(size))] if size else []
 
 
 def _pulled(found: Outlook) -> str:

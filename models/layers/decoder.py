@@ -297,8 +297,8 @@ class Decoder:
         """See base.Model. Raises ValueError for no tokens, unknown ids, or a duplicate state."""
         spans = check_batch(batch, self._cache, self.vocab_size)
         if accept is not None:
-            if len(spans) > 1 or not spans[0].past or self._cache.recurrent is not None:
-                raise ValueError("drafts need one state with history and no recurrent layers")
+            if len(spans) > 1 or not spans[0].past:
+                raise ValueError("drafts need one state with history")
             spans = spans[0].one_by_one()
         count = spans[-1].rows.stop
         device = self._cache.device
@@ -312,6 +312,8 @@ class Decoder:
         out = torch.empty(len(spans) if logits == "last" else count, width)
         for span in spans:
             span.cache.begin(span.count)
+        if accept is not None:
+            spans[0].cache.keep_steps()
         phase: Phase = "decode" if decoding else "prefill"
         if decoding or count == 1:
             piece = None  # nothing to divide
@@ -333,6 +335,8 @@ class Decoder:
             if accept is not None:
                 kept = accept(out)
                 ending.accepted = torch.arange(count) < kept
+                if kept < count:
+                    spans[0].cache.repeat(kept)
         for span in spans[:kept]:
             span.cache.advance(span.count)
         return out

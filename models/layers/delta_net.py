@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from torch.nn import functional
 from moeinf.models.base import Linear, Parts
 from moeinf.models.config import MAX_HEADS, MAX_WIDTH, Fields, require
 from moeinf.models.layers.kv_cache import PassRows, Span
-from moeinf.models.layers.recurrent import CHUNK, RecurrentLayout
+from moeinf.models.layers.recurrent import CHUNK, RecurrentLayout, RecurrentMemory
 
 MAX_KERNEL = 64
 
@@ -112,26 +113,30 @@ class DeltaScan:
         self._layer, self._shape, self._rule = layer, shape, rule
         self._conv = conv[:, 0].T.float().contiguous()  # [kernel, C]
 
-    def __call__(self, qkv: Tensor, decay: Tensor, rate: Tensor, rows: PassRows) -> Tensor:
-        """Map qkv [T, C] to [T, H·dv]; write each request's next memory. For the others see rule.
-
-        Rows outside the spans of `rows` are left uninitialised.
-        """
-        out = qkv.new_empty(len(qkv), self._shape.values)
-        for span in rows.spans:
-            self._run(span, qkv, decay, rate, out)
-        return out
-
-    def _run(self, span: Span, qkv: Tensor, decay: Tensor, rate: Tensor, out: Tensor) -> None:
-        """Run one request, CHUNK tokens at a time; write into out [T, H·dv]."""
+    def __call__(self, span: Span, qkv: Tensor, decay: Tensor, rate: Tensor) -> Tensor:
+        """Map one request's qkv [n, C] to [n, H·dv]; write its next memory. See rule."""
         memory = span.cache.recurrent
         assert memory is not None
-        recent, s = memory.read(self._layer, span.past)
+        out = qkv.new_empty(len(qkv), self._shape.values)
+        memory.run(span.past, partial(self._run, memory, span.past, qkv, decay, rate, out))
+        return out
+
+    def _run(
+        self,
+        memory: RecurrentMemory,
+        past: int,
+        qkv: Tensor,
+        decay: Tensor,
+        rate: Tensor,
+        out: Tensor,
+    ) -> None:
+        """Run one request's n rows, CHUNK tokens at a time; write into out [n, H·dv]."""
+        recent, s = memory.read(self._layer, past)
         later_recent, later_s = memory.next(self._layer)
-        for start in range(span.rows.start, span.rows.stop, CHUNK):
-            if memory.is_mark(span.past + start - span.rows.start):
+        for start in range(0, len(qkv), CHUNK):
+            if memory.is_mark(past + start):
                 memory.mark(self._layer, (recent, s))
-            r = slice(start, min(start + CHUNK, span.rows.stop))
+            r = slice(start, min(start + CHUNK, len(qkv)))
             inputs = torch.cat((recent, qkv[r].float()))  # [kernel - 1 + n, C]
             n = r.stop - r.start
             mixed = inputs[:n] * self._conv[0]
@@ -180,9 +185,12 @@ class DeltaNet:
     def __call__(self, x: Tensor, rows: PassRows) -> Tensor:
         """Map x [T, D] to [T, D]; write each request's next memory."""
         qkv, z, a, b = self._inputs(x)  # [T, C], [T, H·dv], [T, H], [T, H]
-        decay = self._rate * functional.softplus(a.float() + self._dt_bias)  # [T, H]
-        rate = b.sigmoid().float()  # [T, H]
-        return self._out(self._gated(self._scan(qkv, decay, rate, rows), z))
+        out = torch.empty_like(z)
+        for span in rows.spans:  # torch may give a row other bits in another number of rows
+            r = span.rows
+            decay = self._rate * functional.softplus(a[r].float() + self._dt_bias)  # [n, H]
+            out[r] = self._gated(self._scan(span, qkv[r], decay, b[r].sigmoid().float()), z[r])
+        return self._out(out)
 
     def _gated(self, values: Tensor, z: Tensor) -> Tensor:
         """Return the RMSNorm of each head's values [T, H·dv], times silu(z)."""

@@ -46,12 +46,18 @@ class KimiDelta:
     def __call__(self, x: Tensor, rows: PassRows) -> Tensor:
         """Map x [T, D] to [T, D]; write each request's next memory."""
         first, second = self._decay
-        raw = functional.softplus(second(first(x)).float() + self._dt_bias)  # [T, H·dk]
-        decay = self._rate * torch.unflatten(raw, -1, (self._heads, -1))  # [T, H, dk]
-        qkv = torch.cat([linear(x) for linear in self._qkv], -1)
-        out = self._scan(qkv, decay, self._beta(x).sigmoid().float(), rows)
+        slow = second(first(x))  # [T, H·dk]
         first, second = self._gate
-        return self._out(self._gated(out, second(first(x))))
+        gate, beta = second(first(x)), self._beta(x)
+        qkv = torch.cat([linear(x) for linear in self._qkv], -1)
+        out = torch.empty_like(gate)
+        for span in rows.spans:  # torch may give a row other bits in another number of rows
+            r = span.rows
+            raw = functional.softplus(slow[r].float() + self._dt_bias)
+            decay = self._rate * torch.unflatten(raw, -1, (self._heads, -1))  # [n, H, dk]
+            values = self._scan(span, qkv[r], decay, beta[r].sigmoid().float())
+            out[r] = self._gated(values, gate[r])
+        return self._out(out)
 
     def _gated(self, values: Tensor, gate: Tensor) -> Tensor:
         """Return the RMSNorm of each head's values [T, H·dv] times the gate's sigmoid."""

@@ -184,6 +184,21 @@ class KvCache:
         if self.recurrent is not None:
             self.recurrent.begin(self._length, tokens)
 
+    def mark(self) -> None:
+        """Make `truncate` able to come back to this length exactly, until later marks evict it."""
+        if self.recurrent is not None and self._length:
+            self.recurrent.keep_mark(self._length)
+
+    def keep_steps(self) -> None:
+        """Make `repeat` possible in the open pass."""
+        if self.recurrent is not None:
+            self.recurrent.keep_steps()
+
+    def repeat(self, tokens: int) -> None:
+        """Forget the tokens of the open pass after its first `tokens`, before `advance`."""
+        if self.recurrent is not None:
+            self.recurrent.repeat(tokens)
+
     def advance(self, tokens: int) -> None:
         """Close the pass: count tokens that every layer has written."""
         assert self._length + tokens <= self._capacity

@@ -11,6 +11,7 @@ heads of a group share B and C. With a step dt > 0 and a rate A < 0 of its own, 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,8 +19,8 @@ from torch.nn import functional
 
 from moeinf.models.base import Linear, Parts
 from moeinf.models.config import Fields, require
-from moeinf.models.layers.kv_cache import PassRows, Span
-from moeinf.models.layers.recurrent import CHUNK, RecurrentLayout
+from moeinf.models.layers.kv_cache import PassRows
+from moeinf.models.layers.recurrent import CHUNK, RecurrentLayout, RecurrentMemory
 
 MAX_KERNEL = 64
 _ENDLESS = (float("inf"), 1e308, {"__float__": "Infinity"})  # in published and in saved configs
@@ -92,22 +93,28 @@ class Mamba2:
         shape = self._shape
         widths = [shape.inner, shape.channels, shape.heads]
         z, mixed, dt = torch.split(self._in(x), widths, -1)  # [T, H·P], [T, C], [T, H]
-        step = functional.softplus(dt.float() + self._dt_bias)
-        out = torch.empty_like(z, dtype=torch.float32)
-        for span in rows.spans:
-            self._run(span, mixed, step, out)
-        return self._out(self._gated(out, z).to(x.dtype))
+        out = torch.empty_like(z)
+        for span in rows.spans:  # torch may give a row other bits in another number of rows
+            memory, r = span.cache.recurrent, span.rows
+            assert memory is not None
+            step = functional.softplus(dt[r].float() + self._dt_bias)
+            values = torch.empty_like(z[r], dtype=torch.float32)
+            run = partial(self._run, memory, span.past, mixed[r], step, values)
+            memory.run(span.past, run)
+            out[r] = self._gated(values, z[r]).to(x.dtype)
+        return self._out(out)
 
-    def _run(self, span: Span, mixed: Tensor, step: Tensor, out: Tensor) -> None:
-        """Run one request, CHUNK tokens at a time; write into out [T, H·P]."""
-        memory, shape = span.cache.recurrent, self._shape
-        assert memory is not None
-        recent, s = memory.read(self._layer, span.past)
+    def _run(
+        self, memory: RecurrentMemory, past: int, mixed: Tensor, step: Tensor, out: Tensor
+    ) -> None:
+        """Run one request's n rows, CHUNK tokens at a time; write into out [n, H·P]."""
+        shape = self._shape
+        recent, s = memory.read(self._layer, past)
         later_recent, later_s = memory.next(self._layer)
-        for start in range(span.rows.start, span.rows.stop, CHUNK):
-            if memory.is_mark(span.past + start - span.rows.start):
+        for start in range(0, len(mixed), CHUNK):
+            if memory.is_mark(past + start):
                 memory.mark(self._layer, (recent, s))
-            r = slice(start, min(start + CHUNK, span.rows.stop))
+            r = slice(start, min(start + CHUNK, len(mixed)))
             n = r.stop - r.start
             inputs = torch.cat((recent, mixed[r].float()))  # [kernel - 1 + n, C]
             found = inputs[:n] * self._conv[0]

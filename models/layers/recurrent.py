@@ -10,12 +10,16 @@ are kept as marks, and a truncated request goes back to one of them:
 A pass of several tokens leaves a mark some tokens before its end. A template closes an answer in
 another way than it opened it. So the next turn of a conversation differs from this one after that
 point. A pass of one token leaves no mark, so a long answer does not evict the mark before it.
+
+A pass that checks drafted tokens may keep only the first of them. It keeps every layer's steps,
+with their inputs, and repeats those of the accepted tokens from the slot that it read. The result
+has the bits of tokens that came alone, and no slot per token is needed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,13 +64,14 @@ class RecurrentMemory:
         self._next = 0
         self._past = 0  # tokens before the open pass
         self._new_mark: tuple[int, int] | None = None
+        self._steps: list[tuple[int, Callable[[], None]]] | None = None  # (tokens before, step)
 
     def begin(self, past: int, count: int) -> None:
         """Open a pass of `count` tokens after `past`; an earlier pass without a commit is void.
 
         May evict the oldest mark.
         """
-        self._new_mark, self._past = None, past
+        self._new_mark, self._past, self._steps = None, past, None
         if self._now is None:
             assert past == 0, past
             self._now = self._free_slot()
@@ -111,12 +116,38 @@ class RecurrentMemory:
         for tensor, value in zip(self._tensors[layer], values, strict=True):
             tensor[self._new_mark[1]] = value
 
+    def keep_steps(self) -> None:
+        """Keep the steps of the open pass, so that `repeat` can leave out its last tokens."""
+        self._steps = []
+
+    def run(self, past: int, step: Callable[[], None]) -> None:
+        """Run a layer's step, which reads its memory after `past` tokens and writes the next."""
+        if self._steps is not None:
+            self._steps.append((past, step))
+        step()
+
+    def repeat(self, count: int) -> None:
+        """Write the memory after the first `count` tokens of the pass, whose steps were kept."""
+        assert self._steps is not None
+        kept = [step for past, step in self._steps if past < self._past + count]
+        assert len(kept) == count * self._layout.layers, "a layer does not use `run`"
+        for step in kept:
+            step()
+
     def commit(self) -> None:
         """Make the slot that this pass wrote the current one, after the pass has succeeded."""
+        self._steps = None
         if self._new_mark is not None:
             self._marks.append(self._new_mark)
             del self._marks[: -self._layout.marks]
         self._now, self._new_mark = self._next, None
+
+    def keep_mark(self, tokens: int) -> None:
+        """Make the state after the last pass, of `tokens` tokens, a mark."""
+        assert self._now is not None
+        if all(known != tokens for known, _ in self._marks):
+            self._marks.append((tokens, self._now))
+            del self._marks[: -self._layout.marks]
 
     def rewind(self, tokens: int) -> int:
         """Go back to the last mark of at most `tokens` tokens; return its number of tokens."""

@@ -6,12 +6,14 @@ C · conv(B · u), before a last product.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from moeinf.models.base import Linear, Parts
-from moeinf.models.layers.kv_cache import PassRows, Span
-from moeinf.models.layers.recurrent import CHUNK, RecurrentLayout
+from moeinf.models.layers.kv_cache import PassRows
+from moeinf.models.layers.recurrent import CHUNK, RecurrentLayout, RecurrentMemory
 
 
 def conv_memory(layers: int, hidden: int, kernel: int) -> RecurrentLayout:
@@ -38,18 +40,18 @@ class ShortConv:
         inputs = before * u
         mixed = torch.empty_like(inputs)
         for span in rows.spans:
-            self._run(span, inputs, mixed)
+            memory, r = span.cache.recurrent, span.rows
+            assert memory is not None
+            memory.run(span.past, partial(self._run, memory, span.past, inputs[r], mixed[r]))
         return self._out(after * mixed)
 
-    def _run(self, span: Span, inputs: Tensor, out: Tensor) -> None:
-        """Run one request, CHUNK tokens at a time; write into out [T, D]."""
-        memory = span.cache.recurrent
-        assert memory is not None
-        (recent,) = memory.read(self._layer, span.past)
-        for start in range(span.rows.start, span.rows.stop, CHUNK):
-            if memory.is_mark(span.past + start - span.rows.start):
+    def _run(self, memory: RecurrentMemory, past: int, inputs: Tensor, out: Tensor) -> None:
+        """Run one request's n rows, CHUNK tokens at a time; write into out [n, D]."""
+        (recent,) = memory.read(self._layer, past)
+        for start in range(0, len(inputs), CHUNK):
+            if memory.is_mark(past + start):
                 memory.mark(self._layer, (recent,))
-            r = slice(start, min(start + CHUNK, span.rows.stop))
+            r = slice(start, min(start + CHUNK, len(inputs)))
             n = r.stop - r.start
             known = torch.cat((recent, inputs[r].float()))  # [kernel - 1 + n, D]
             mixed = known[:n] * self._conv[0]

@@ -5,9 +5,9 @@ GLM-4.5, dots.llm1, EXAONE-MoE and Solar-Open differ in their configs only.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from moeinf.models.base import Model, MoeShape, Parts
+from moeinf.models.base import Family, Model, MoeShape, Parts
 from moeinf.models.layers.attention import (
     GqaAttention,
     GqaCore,
@@ -16,8 +16,14 @@ from moeinf.models.layers.attention import (
     gqa_projections,
 )
 from moeinf.models.layers.decoder import Block, BodyConfig, Decoder
+from moeinf.models.layers.mtp import MtpModules, behind, mtp_family
 from moeinf.models.layers.norms import HeadNorm, RmsNorm
-from moeinf.models.layers.sigmoid_experts import SigmoidExperts, sigmoid_ffn
+from moeinf.models.layers.sigmoid_experts import (
+    SigmoidExperts,
+    of_modules,
+    sigmoid_expert,
+    sigmoid_ffn,
+)
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,26 @@ def build(config: SigmoidGqaConfig, parts: Parts) -> Model:
     blocks = [_block(config, parts, layer) for layer in range(config.body.layers)]
     planes = config.attention[0].planes
     return Decoder(config.body, config.moe, planes, config.turning, blocks, parts)
+
+
+def mtp(model_type: str, config: SigmoidGqaConfig) -> Family | None:
+    """Return the family of the modules of multi-token prediction: see base.Family."""
+    extra = config.ffn.extra_layers
+    if not extra:
+        return None
+    own = replace(
+        config,
+        body=replace(config.body, layers=len(extra)),
+        attention=config.attention[-1:] * len(extra),
+        ffn=of_modules(config.ffn),
+    )
+    return mtp_family(model_type, own, build_mtp, behind(extra), sigmoid_expert)
+
+
+def build_mtp(config: SigmoidGqaConfig, parts: Parts) -> MtpModules:
+    """Build the modules of multi-token prediction, from the config that `mtp` makes."""
+    blocks = [_block(config, parts, layer) for layer in range(config.body.layers)]
+    return MtpModules(config.body, config.moe, config.attention[0].planes, blocks, parts)
 
 
 def _block(config: SigmoidGqaConfig, parts: Parts, layer: int) -> Block:

@@ -1,13 +1,12 @@
 """The experts of DeepSeek-V3 and the GLM families, chosen by sigmoid scores.
 
-Checkpoints of these families have layers for multi-token prediction behind the last one; nothing
-here runs them.
+Checkpoints of these families have layers for multi-token prediction behind the last one: mtp.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from moeinf.models.base import ExpertPart, Parts
@@ -84,6 +83,13 @@ def parse_sigmoid_experts(
         scale=fields.number("routed_scaling_factor", low=1e-3, high=1e3, default=default_scale),
         extra_layers=range(body.layers, body.layers + extra),
     )
+
+
+def of_modules(config: SigmoidExperts) -> SigmoidExperts:
+    """Return the same experts for the extra layers alone, as a model of their own."""
+    count = len(config.extra_layers)
+    plan = FfnPlan(replace(config.plan.moe, layers=count), range(count), None)
+    return replace(config, plan=plan, extra_layers=range(0))
 
 
 def parse_mlp_types(fields: Fields, layers: int, default_dense: int = 1) -> tuple[int, ...]:

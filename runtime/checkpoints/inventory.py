@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from moeinf.models import Family
+from moeinf.models import Family, ModelDataError
 from moeinf.models.base import Embedding, FusedPart, KvForm, Linear, MoeShape, Piece, Role
 from moeinf.native import SHARD_DATA_OFFSET
 from moeinf.offload.format.layout import (
@@ -128,6 +128,8 @@ class Inventory:
     embeddings: frozenset[str] = frozenset()  # dense tensors of embeddings
     unused: list[str] = field(default_factory=list)
     forms: Forms = Forms()
+    mtp: Inventory | None = None  # the modules of multi-token prediction, as a model of their own
+    mtp_dtype: str = ""  # their format; empty: the model's
 
     def __post_init__(self) -> None:
         if problem := self._problem_of_forms():
@@ -189,8 +191,12 @@ class Inventory:
         return [made[pair] for pair in forms for _ in range(times)]
 
     def disk_bytes(self, dtype: str) -> int:
-        """Return the bytes on disk: the weights, and per file a header and a partial block."""
-        return self.weight_bytes(dtype) + (len(self.experts) + 1) * 2 * SHARD_DATA_OFFSET
+        """Return the bytes on disk: the weights, and per file a header and a partial block.
+
+        The modules of `mtp` are included.
+        """
+        more = 0 if self.mtp is None else self.mtp.disk_bytes(self.mtp_dtype or dtype)
+        return more + self.weight_bytes(dtype) + (len(self.experts) + 1) * 2 * SHARD_DATA_OFFSET
 
     def kv_bytes_per_token(self, dtype: str) -> int:
         return self.kv_items_per_token * ITEM_BYTES[plain_form(dtype)]
@@ -225,12 +231,27 @@ class Inventory:
         return all(tensor.dtype in kept for _, _, tensor in self.expert_matrices())
 
 
-def take_inventory(family: Family, checkpoint: Checkpoint) -> Inventory:
+def take_inventory(family: Family, checkpoint: Checkpoint, mtp: bool = True) -> Inventory:
     """Return the tensors of a checkpoint that its family needs.
 
-    Raises ModelDataError for an invalid config, BadCheckpoint for missing or misshapen tensors.
+    mtp: with the modules of multi-token prediction, if the checkpoint has them. Incomplete ones are
+    left out. Raises ModelDataError for an invalid config, BadCheckpoint for missing or misshapen
+    tensors.
     """
     config = family.parse(checkpoint.config)
+    found = _taken(family, config, checkpoint)
+    modules = family.mtp(config) if mtp and not checkpoint.experts else None
+    if modules is None:
+        return found
+    own = modules.parse(checkpoint.config)
+    names = [name for name in checkpoint.tensors if not modules.ignores(name, own)]
+    try:
+        return replace(found, mtp=_taken(modules, own, checkpoint)) if names else found
+    except (BadCheckpoint, ModelDataError):
+        return replace(found, unused=[*found.unused, *names])
+
+
+def _taken(family: Family, config: Any, checkpoint: Checkpoint) -> Inventory:
     wanted = WantedParts()
     model = family.build(config, wanted)
     dense: dict[str, SourceTensor] = {}

@@ -21,6 +21,7 @@ from moeinf.offload.gpu_tier.layer_runner import OutOfMemory
 from moeinf.offload.routing.trace import Recording
 from moeinf.runtime.config import PREFILL_CHUNK, EngineConfig, Settings
 from moeinf.runtime.engine.compute_threads import ComputeThreads
+from moeinf.runtime.engine.draft_engine import DraftEngine, open_draft
 from moeinf.runtime.engine.info import EngineInfo
 from moeinf.runtime.engine.loader import LoadedModel
 from moeinf.runtime.engine.memory_watch import MemoryWatch
@@ -29,9 +30,9 @@ from moeinf.runtime.engine.notes import Notes
 from moeinf.runtime.engine.opening import (
     Text,
     Tiers,
+    facts,
     figures,
     load_weights,
-    may_draft,
     open_prefixes,
     open_text,
     open_tiers,
@@ -58,6 +59,7 @@ class Engine:
     info       the facts that faces show
     tokenizer, template, grammars    turn texts into tokens and back; no template: a base model
     store      the expert store
+    draft      the model that drafts tokens; None: only the text itself suggests them
     prefixes   the KV of ended requests; None: it is not kept
     gpu        the GPU in use; None: the CPU computes everything
     tracing    the numbers of requests and what they route
@@ -71,6 +73,7 @@ class Engine:
         text: Text,
         tiers: Tiers,
         weights: LoadedModel,
+        draft: DraftEngine | None,
         prefixes: PrefixCache | None,
         tracing: RequestTracing,
         notes: Notes,
@@ -82,6 +85,7 @@ class Engine:
         self._text = text
         self.store, self.gpu = tiers.store, tiers.gpu
         self._weights, self.prefixes, self._opened = weights, prefixes, opened
+        self.draft = draft
         fixed = "" if tiers.gpu is None else "the memory of experts is fixed while a GPU uses it"
         self.memory = MovingMemory(info.slots, self._resize, notes.append, fixed)
         self._threads = ComputeThreads(
@@ -128,31 +132,25 @@ class Engine:
             tiers = open_tiers(plan, opened)
             weights = load_weights(plan, tiers, opened)
             warmed = warm_up(tiers)
+            draft = open_draft(plan, weights.model.vocab_size, opened)
             prefixes = open_prefixes(plan, weights, opened)
-            info = EngineInfo(
-                manifest=manifest,
-                folder=folder,
-                placement=plan.placement,
-                policy=plan.config.policy,
-                sampling=text.sampling,
-                ends=text.ends,
-                vocab_size=weights.model.vocab_size,
-                reads_sources=isinstance(weights.model, EncoderDecoder),
-                digest=manifest.digest,
-                lossy=config.lossy,
-                choices=(*plan.placement.notes, *tiers.choices, *warmed),
-                load_seconds=time.perf_counter() - start,
-                peak_bytes=plan.peak_bytes,
-                reproducible=config.reproducible,
-                drafts=may_draft(config, manifest, tiers, weights.model),
-            )
+            info = facts(plan, text, tiers, weights.model, warmed, time.perf_counter() - start)
             if plan.traced:
                 Library(settings).used(manifest.model)
             eamc = None if config.cache_aware else tiers.eamc  # a lossy choice is not the model's
             tracing = RequestTracing(tiers.store, manifest, eamc, plan.notes)
             tune = config.tune_threads
             engine = cls(
-                info, text, tiers, weights, prefixes, tracing, plan.notes, tune, opened.pop_all()
+                info,
+                text,
+                tiers,
+                weights,
+                draft,
+                prefixes,
+                tracing,
+                plan.notes,
+                tune,
+                opened.pop_all(),
             )
         plan.registration.publish(partial(figures, lambda: engine.info, tiers.store, expires_at))
         if config.memory is None:

@@ -5,7 +5,7 @@ Each step registers what it opens in the given ExitStack, which closes it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +14,7 @@ import torch
 
 from moeinf.errors import reason
 from moeinf.models.base import Model
+from moeinf.models.seq2seq.encoder_decoder import EncoderDecoder
 from moeinf.native import (
     OutOfDeviceMemory,
     kernel_path,
@@ -30,6 +31,7 @@ from moeinf.runtime.engine.gpu_tier import OpenGpu, open_gpu
 from moeinf.runtime.engine.info import EngineInfo
 from moeinf.runtime.engine.loader import LoadedModel, check_small_files, load_model, open_store
 from moeinf.runtime.engine.notes import Notes
+from moeinf.runtime.library.draft_model import find_draft
 from moeinf.runtime.library.library import Library, NoSuchModel
 from moeinf.runtime.library.low_copy import find_low_copy
 from moeinf.runtime.library.manifest import MANIFEST, Manifest
@@ -46,7 +48,8 @@ from moeinf.runtime.machine.memory import (
     total_bytes,
 )
 from moeinf.runtime.placement.bandwidth import drive_of
-from moeinf.runtime.placement.plan import Placement, place
+from moeinf.runtime.placement.draft_plan import place_both
+from moeinf.runtime.placement.plan import Placement
 from moeinf.runtime.prefix.cache import PrefixCache
 from moeinf.runtime.prefix.opening import open_prefix_cache
 from moeinf.runtime.requests import SamplingOptions
@@ -71,6 +74,7 @@ class Plan:
     notes: Notes
     peak_bytes: int  # of the whole process
     low: tuple[Path, Manifest] | None = None  # the model with copies of the experts in fewer bits
+    draft: tuple[Manifest, Path, Placement] | None = None  # the model that drafts
 
     @property
     def traced(self) -> bool:
@@ -83,32 +87,39 @@ def plan_engine(
 ) -> Plan:
     """Place the model beside the live engines and register it among them, in one step.
 
-    Raises DoesNotFit, BadContext, CannotRoute, NoLowCopy and DamagedModel, and NoSuchModel if the
-    model disappears meanwhile.
+    Raises DoesNotFit, BadContext, CannotRoute, NoLowCopy, UnusableDraft and DamagedModel, and
+    NoSuchModel if the model disappears meanwhile.
     """
     if config.cache_aware:
         check_route(manifest)
-    low = None
+    low, draft, library = None, None, Library(settings)
     if config.q2_on_miss is not None:
-        low = find_low_copy(manifest, Library(settings))
-    folders = [folder] if low is None else [folder, low[0]]
+        low = find_low_copy(manifest, library)
+    if config.draft is not None:
+        draft = find_draft(config.draft, manifest, folder, library)
+    folders = [folder]
+    folders += [] if low is None else [low[0]]
+    folders += [] if draft is None else [draft[1]]
     keep_code_caches_small()
     keep_heap_small()
-    placements: list[Placement] = []
+    placements: list[tuple[Placement, Placement | None]] = []
+    drafting = None if draft is None else draft[0]
     before_bytes = rss_bytes()
 
     def peak_bytes(claimed_bytes: int) -> int | None:
         free = available_bytes() - claimed_bytes
-        placements.append(place(manifest, config, free, core_count(), total_bytes()))
+        machine = free, core_count(), total_bytes()
+        placements.append(place_both(manifest, config, *machine, drafting))
         there = all((each / MANIFEST).is_file() for each in folders)
-        return before_bytes + placements[-1].peak_bytes if there else None
+        return before_bytes + placements[-1][0].peak_bytes if there else None
 
     reads = "" if low is None else str(low[1].model)
+    reads = reads if drafting is None else str(drafting.model)
     registration = Registry(settings.run).register(str(manifest.model), peak_bytes, reads)
     if registration is None:
         raise NoSuchModel(str(manifest.model), [])
     opened.callback(registration.close)
-    placement, notes = placements[-1], Notes()
+    (placement, beside), notes = placements[-1], Notes()
     if placement.on_device is not None and config.policy == "learned":
         config = replace(config, policy=_WITH_A_GPU)
     if not registration.seen:
@@ -121,7 +132,10 @@ def plan_engine(
     for fallback in placement.fallbacks:
         notes.append(fallback)
     peak = before_bytes + placement.peak_bytes
-    return Plan(manifest, folder, config, settings, placement, registration, notes, peak, low)
+    plan = Plan(manifest, folder, config, settings, placement, registration, notes, peak, low)
+    if draft is None or beside is None:
+        return plan
+    return replace(plan, draft=(*draft, beside))
 
 
 @dataclass(frozen=True)
@@ -228,11 +242,39 @@ def scarcity(gpu: OpenGpu | None) -> tuple[type[Exception], ...]:
     return () if gpu is None else gpu.device.out_of_memory
 
 
-def may_draft(config: EngineConfig, manifest: Manifest, tiers: Tiers, model: Model) -> bool:
+def facts(
+    plan: Plan,
+    text: Text,
+    tiers: Tiers,
+    model: Model,
+    warmed: Sequence[str],
+    load_seconds: float,
+) -> EngineInfo:
+    """Return the facts of an engine that is now open."""
+    config, manifest = plan.config, plan.manifest
+    return EngineInfo(
+        manifest=manifest,
+        folder=plan.folder,
+        placement=plan.placement,
+        policy=config.policy,
+        sampling=text.sampling,
+        ends=text.ends,
+        vocab_size=model.vocab_size,
+        reads_sources=isinstance(model, EncoderDecoder),
+        digest=manifest.digest,
+        lossy=config.lossy,
+        choices=(*plan.placement.notes, *tiers.choices, *warmed),
+        load_seconds=load_seconds,
+        peak_bytes=plan.peak_bytes,
+        reproducible=config.reproducible,
+        drafts=_may_draft(config, manifest, tiers),
+    )
+
+
+def _may_draft(config: EngineConfig, manifest: Manifest, tiers: Tiers) -> bool:
     """Return True if a row of several of one request equals the row computed alone.
 
-    Not with torch's float32 products, on a GPU, or if residency chooses the result. Recurrent
-    layers cannot go back by one token.
+    Not with torch's float32 products, on a GPU, or if residency chooses the result.
     """
     return (
         config.speculation
@@ -240,7 +282,6 @@ def may_draft(config: EngineConfig, manifest: Manifest, tiers: Tiers, model: Mod
         and tiers.gpu is None
         and not config.lossy
         and not manifest.encoder_layers
-        and not model.state_bytes
     )
 
 
@@ -260,10 +301,10 @@ def _kernels(manifest: Manifest) -> tuple[str, ...]:
 
 
 def figures(
-    facts: Callable[[], EngineInfo], store: ExpertStore, expires_at: Callable[[], int | None]
+    about: Callable[[], EngineInfo], store: ExpertStore, expires_at: Callable[[], int | None]
 ) -> Figures:
     """Return the figures for `ps`. Another thread calls this, so it reads counters only."""
-    info = facts()
+    info = about()
     slots, resident, on_device = info.manifest.slots, store.resident, store.device_resident
     gpu = info.placement.on_device
     return Figures(

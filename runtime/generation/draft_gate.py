@@ -4,7 +4,7 @@ A pass of k drafted tokens has k + 1 rows. It gives 1 + E(k) tokens, where E(k) 
 chances that the first 1 … k are right. It costs cost(k + 1) passes of one row. The k with the
 largest
 
-    value(k) = (1 + E(k)) / cost(k + 1)
+    value(k) = (1 + E(k)) / (cost(k + 1) + k · time of drafting a token)
 
 is taken if its value is above 1 by a margin. The time of one row is a decayed mean. The cost of
 more rows is one, too, and moves slowly back to a first guess while it is not used, so that it is
@@ -60,23 +60,39 @@ class DraftGate:
         self._wait(seconds, waited)
 
     def checked(
-        self, account: Account, drafted: int, kept: int, seconds: float, waited: float
+        self,
+        account: Account,
+        drafted: int,
+        kept: int,
+        seconds: float,
+        waited: float,
+        drafting: float = 0.0,
     ) -> None:
-        """Count a pass with drafts that gave `kept` tokens."""
+        """Count a pass with drafts that gave `kept` tokens. drafting: seconds before it."""
         rows = drafted + 1
         cost = min(seconds / self._single, float(rows))  # more is noise
         before = self.cost(rows)
         self._costs[rows] = before + _NEW * (cost - before)
         account.drafted += drafted
         account.accepted += kept - 1
-        account.gained += kept - cost
+        self._pay(account, kept - cost - drafting / self._single)
+        self._wait(seconds, waited)
+
+    def lost(self, account: Account, drafting: float) -> None:
+        """Count the seconds of a draft that was not worth a pass."""
+        self._pay(account, -drafting / self._single)
+
+    def _pay(self, account: Account, gained: float) -> None:
+        account.gained += gained
         if account.gained < 0:
             self._allowance += account.gained
             account.gained = 0.0
-        self._wait(seconds, waited)
 
-    def worth(self, account: Account, chances: Sequence[float]) -> int:
-        """Return how many tokens to draft, at most len(chances); see Agreement.chances."""
+    def worth(self, account: Account, chances: Sequence[float], each: float = 0.0) -> int:
+        """Return how many tokens to draft, at most len(chances); see Agreement.chances.
+
+        each: seconds to draft one.
+        """
         if not self._single or self._stalled > _STALLED:
             return 0
         if account.gained + self._allowance <= 0:
@@ -88,10 +104,24 @@ class DraftGate:
                 break
             expected += sum(chances[rows - 1 : wanted - 1])
             rows = wanted
-            value = expected / self.cost(rows)
+            value = expected / (self.cost(rows) + (rows - 1) * each / self._single)
             if value > best:
                 best, found = value, rows - 1
         return found
+
+    def value(self, chances: Sequence[float], each: float) -> float:
+        """Return the tokens of a pass that checks a whole draft, in those of its time."""
+        rows = len(chances) + 1
+        return (1 + sum(chances)) / (1 + len(chances) * self.row_cost(rows, each))
+
+    def row_cost(self, rows: int, each: float) -> float:
+        """Return the mean cost of a drafted token in a pass of `rows`, which is at least 2."""
+        return (self.cost(rows) - 1) / (rows - 1) + each / self._single
+
+    @property
+    def single(self) -> float:
+        """The seconds of a pass of one row; 0: not measured."""
+        return self._single
 
     def cost(self, rows: int) -> float:
         """Return the cost of a pass in passes of one row, from the nearest smaller one measured."""

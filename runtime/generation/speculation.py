@@ -9,8 +9,10 @@ Each token is chosen from its own logits by the request's sampler, in order. So 
 same with and without drafts, and so is the state. Rejected rows are not history for the policy and
 the EAMC.
 
-A grammar, whose masks come from another process, decodes without drafts. So do recurrent layers,
-whose memory cannot go back one token, and a GPU.
+A draft is what followed the last tokens earlier in the text (lookup.py), else what a smaller model
+continues with (model_drafts.py), where the engine has one.
+
+A grammar, whose masks come from another process, decodes without drafts. So does a GPU.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.generation.draft_gate import DraftGate
 from moeinf.runtime.generation.in_flight import Running
 from moeinf.runtime.generation.lookup import Lookup
+from moeinf.runtime.generation.model_drafts import ModelDrafts
 
 Take = Callable[[Running, NDArray[np.float32]], None]
 
@@ -38,6 +41,8 @@ class Speculation:
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self.gate = engine, DraftGate()
+        draft = engine.draft
+        self._model = None if draft is None else ModelDrafts(draft, self.gate)
 
     def step(self, one: Running, take: Take) -> bool:
         """Decode tokens with a draft if that is worth it; False: it is not, and nothing is done.
@@ -46,7 +51,9 @@ class Speculation:
         raise. After Stopped the next round ends the request. An expert that cannot be read may be
         that of a wrong draft, so the caller decodes without one.
         """
-        draft = self._draft(one)
+        start = time.perf_counter()
+        draft, drafting = self._draft(one)
+        one.decode_seconds += time.perf_counter() - start
         if not draft:
             return False
         engine, answer, before = self._engine, one.answer, one.decode_seconds
@@ -72,19 +79,22 @@ class Speculation:
         spent, taking = time.perf_counter() - start, one.decode_seconds - before
         one.decode_seconds = before + spent  # `take` has counted its own time
         waited = engine.store.stats.stall_seconds - waited
-        self.gate.checked(one.drafts, len(draft), kept, spent - taking, waited)
+        self.gate.checked(one.drafts, len(draft), kept, spent - taking, waited, drafting)
         return True
 
-    def _draft(self, one: Running) -> list[int]:
-        """Return tokens that are worth a place in the next pass."""
+    def _draft(self, one: Running) -> tuple[list[int], float]:
+        """Return tokens that are worth a place in the next pass, and the seconds they took."""
         if one.constraint is not None or not self._engine.info.drafts:
-            return []
+            return [], 0.0
         if one.lookup is None:
             one.lookup = Lookup(self._engine.info.context)
         one.lookup.follow(one.answer.history)
-        if not one.lookup.matched:
-            return []
         state = one.place.state
         rows = min(MOST_ROWS, one.answer.left, state.capacity - state.length)
-        chances = one.lookup.agreement.chances(one.lookup.matched, rows - 1)
-        return one.lookup.draft(self.gate.worth(one.drafts, chances))
+        if (most := one.request.limits.drafts) is not None:
+            rows = min(rows, 1 + most)
+        if one.lookup.matched:
+            chances = one.lookup.agreement.chances(one.lookup.matched, rows - 1)
+            if found := one.lookup.draft(self.gate.worth(one.drafts, chances)):
+                return found, 0.0
+        return ([], 0.0) if self._model is None else self._model.draft(one, rows)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 from torch import Tensor
 
-from moeinf.models import family_of
+from moeinf.models import Family, family_of
 from moeinf.models.base import Embedding, KvForm, Linear, ModelDataError, Piece
 from moeinf.offload.format.layout import LAYOUT_VERSIONS, TILE_ALIGNMENT, is_tiled, stored_bytes
 from moeinf.runtime.checkpoints.checkpoint import (
@@ -23,7 +23,7 @@ from moeinf.runtime.checkpoints.checkpoint import (
 )
 from moeinf.runtime.checkpoints.fused_experts import MXFP4
 from moeinf.runtime.dense.cpu_linear import DenseMath, Rows
-from moeinf.runtime.library.manifest import DENSE, Manifest
+from moeinf.runtime.library.manifest import DENSE, MTP, Manifest
 
 FORMS_BY_SIZE = ("Q4", "Q8")  # formats that the size of a matrix's tiles tells apart
 
@@ -124,10 +124,20 @@ def check_opens(folder: Path, manifest: Manifest) -> None:
     This finds a file that no engine could open at the time of the pull. Raises BadCheckpoint,
     ModelDataError, or any exception of a view.
     """
-    record, values = manifest.file(DENSE), read_json(folder / CONFIG)
-    family, header = family_of(values), read_dense_header(folder / DENSE)
+    values = read_json(folder / CONFIG)
+    family = family_of(values)
+    config = family.parse(values)
+    _check_builds(family, config, folder, manifest)
+    if (modules := manifest.modules) is not None:
+        own = family.mtp(config)
+        assert own is not None
+        _check_builds(own, own.parse(values), folder / MTP, modules)
+
+
+def _check_builds(family: Family, config: Any, folder: Path, manifest: Manifest) -> None:
+    record, header = manifest.file(DENSE), read_dense_header(folder / DENSE)
     buffer = torch.empty(record.data_bytes, dtype=torch.uint8, device=_DryMath.place)
-    family.build(family.parse(values), DenseViews(header, buffer, record.data_offset, _DryMath()))
+    family.build(config, DenseViews(header, buffer, record.data_offset, _DryMath()))
 
 
 class _DryMath:

@@ -34,6 +34,7 @@ from moeinf.runtime.regular_files import NotRegular, read_regular
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 DENSE = "dense.safetensors"
+MTP = "mtp"  # the folder of the modules of multi-token prediction
 _MAX_BYTES = 256 << 20
 _Count = Annotated[int, Meta(ge=1, lt=1 << 48)]
 
@@ -66,6 +67,22 @@ class _Versions(Struct):
     dtype: str
     layout: int
     layouts: dict[str, int] = {}
+
+
+class MtpPart(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The modules of multi-token prediction, as a model in the folder MTP.
+
+    Each field replaces that of the model's manifest.
+    """
+
+    layers: _Count
+    dtype: str
+    layout: int
+    dense_bytes: _Count
+    kv_bytes_per_token: _Count
+    forms: tuple[ExpertForms, ...] = ()
+    layouts: dict[str, int] = {}
+    kv_q8_bytes_per_token: Bytes = 0
 
 
 class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
@@ -105,12 +122,30 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     dense_forms: dict[str, str] = {}
     kv_q8_bytes_per_token: Bytes = 0  # 0: that of kv_q8_bytes
     base: str | None = None  # ORG/NAME@COMMIT of the tokenizer, in place of a GGUF file's own
+    mtp: MtpPart | None = None
     format: int = FORMAT_VERSION
 
     @property
     def hidden_width(self) -> int:
         """The width of the model's hidden states: D, unless its experts work on fewer numbers."""
         return self.width or self.hidden
+
+    @property
+    def modules(self) -> Manifest | None:
+        """The manifest of the modules of multi-token prediction; None: the model has none.
+
+        Its files are in the folder MTP.
+        """
+        if self.mtp is None:
+            return None
+        own, inside = msgspec.structs.asdict(self.mtp), f"{MTP}/"
+        files = tuple(
+            msgspec.structs.replace(file, path=file.path.removeprefix(inside))
+            for file in self.files
+            if file.path.startswith(inside)
+        )
+        unlike = {"dense_forms": {}, "state_bytes": 0, "usual_context": None, "mtp": None}
+        return msgspec.structs.replace(self, files=files, **own, **unlike)
 
     @property
     def model(self) -> ModelName:
@@ -217,6 +252,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         "dense_forms",
         "base",
         "kv_q8_bytes_per_token",
+        "mtp",
     ):  # only where they are set: versions up to 0.1 refuse them
         if not about[name]:
             del about[name]
@@ -236,6 +272,9 @@ def read_manifest(folder: Path) -> Manifest:
         _check_versions(shown, msgspec.json.decode(text, type=_Versions))
         manifest = msgspec.json.decode(text, type=Manifest)
         _check(manifest)
+        if (own := manifest.modules) is not None:
+            _check_versions(shown, _Versions(own.format, own.dtype, own.layout, own.layouts))
+            _check(own)
         return manifest
     except NotRegular as error:
         raise DamagedModel(f"{shown}: {MANIFEST} is damaged ({problem(error)})") from error

@@ -8,7 +8,6 @@ even after a kill, and a rerun continues the unfinished work.
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import errno
 import os
 import shutil
@@ -22,8 +21,8 @@ from numpy.typing import NDArray
 
 from moeinf.errors import UnusableInput
 from moeinf.models import family_of
-from moeinf.offload.format.layout import LAYOUT_VERSIONS, ExpertForms, is_tiled
-from moeinf.offload.format.shards import FileRecord, write_file
+from moeinf.offload.format.layout import ExpertForms, is_tiled
+from moeinf.offload.format.shards import write_file
 from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint, Checkpoint, parse_object
 from moeinf.runtime.checkpoints.finite import WeightCheck
 from moeinf.runtime.checkpoints.inventory import Forms, Inventory, take_inventory
@@ -39,7 +38,8 @@ from moeinf.runtime.gguf.tags import (
 from moeinf.runtime.gguf.tokens import ignored_ids
 from moeinf.runtime.library.dense_views import check_opens
 from moeinf.runtime.library.library import Library
-from moeinf.runtime.library.manifest import Manifest, kv_q8_bytes, storable, write_manifest
+from moeinf.runtime.library.made_manifest import FORMS_OF_TAG, made_manifest
+from moeinf.runtime.library.manifest import Manifest, write_manifest
 from moeinf.runtime.library.mixed_bits import (
     BASE,
     LADDER,
@@ -57,20 +57,6 @@ from moeinf.runtime.sizes import Progress, format_bytes
 from moeinf.runtime.text.tokenizer import TOKENIZER, Tokenizer
 from moeinf.runtime.text.tokenizer_trial import convert, try_tokenizer
 
-FORMS_OF_TAG = {  # of experts; dense tensors follow from the first (Inventory.form_of)
-    "q2": ExpertForms("Q2", "Q2"),
-    "q3": ExpertForms("Q3", "Q3"),
-    "q4": ExpertForms("Q4", "Q4"),
-    "q4d8": ExpertForms("Q4", "Q8"),
-    "q8": ExpertForms("Q8", "Q8"),
-    "mxfp4": ExpertForms("MXFP4", "MXFP4"),
-    "nvfp4": ExpertForms("NVFP4", "NVFP4"),
-    "q4k": ExpertForms("Q4K", "Q4K"),
-    "q5k": ExpertForms("Q5K", "Q5K"),
-    "q6k": ExpertForms("Q6K", "Q6K"),
-    "bf16": ExpertForms("BF16", "BF16"),
-    "f32": ExpertForms("F32", "F32"),
-}
 Note = Callable[[str], None]
 
 
@@ -82,6 +68,7 @@ def repack(
     note: Note,
     allow_nan: bool = False,
     use: Sequence[NDArray[np.integer[Any]]] = (),
+    mtp: bool = True,
 ) -> Manifest:
     """Add a checkpoint to the library as the model `name`, replacing an older one.
 
@@ -91,9 +78,10 @@ def repack(
 
     use: how often each expert was chosen, [layers, experts] per record. Only a tag of chosen bits
     reads it (mixed_bits.py); records of other shapes are left out.
+    mtp: keep the modules of multi-token prediction, if the checkpoint has them.
     """
     keep_heap_small()
-    found = take_inventory(family_of(source.checkpoint.config), source.checkpoint)
+    found = take_inventory(family_of(source.checkpoint.config), source.checkpoint, mtp)
     inventory, dtype = in_tag(found, name.tag)
     _check_format(source, inventory, name.tag)
     announce(inventory, name, note)
@@ -101,7 +89,8 @@ def repack(
         note(f"ignored, because the file has no such token: {', '.join(ignored)}")
     library.check_unused(name)
     target = library.folder(name)
-    making = {"source": source.identity(), "tag": name.tag}
+    making: dict[str, object] = {"source": source.identity(), "tag": name.tag}
+    making |= {} if mtp else {"mtp": False}
     with workplace(target, library.locks, making) as work:
         try:
             check_space(work, inventory, dtype, source)
@@ -117,7 +106,7 @@ def repack(
                 inventory = dataclasses.replace(inventory, forms=forms)
             _assemble(source, inventory, dtype, work, progress, check, brought)
             files = sorted(work.files.values(), key=lambda file: file.path)
-            manifest = _manifest(source, inventory, name, files)
+            manifest = made_manifest(source, inventory, name, files)
             work.commit()
             check_opens(work.folder, manifest)
             write_manifest(work.folder, manifest)
@@ -147,9 +136,9 @@ class SourceSizes:
     extra_bytes: int  # additional disk space during the pull
 
 
-def measure_source(source: Source) -> SourceSizes:
+def measure_source(source: Source, mtp: bool = True) -> SourceSizes:
     """Return the sizes of a pull without any write. Raises ModelDataError, BadCheckpoint."""
-    inventory = take_inventory(family_of(source.checkpoint.config), source.checkpoint)
+    inventory = take_inventory(family_of(source.checkpoint.config), source.checkpoint, mtp)
     sizes: dict[str, int] = {}
     for tensor in source.checkpoint.all_stored():
         sizes[tensor.path.name] = sizes.get(tensor.path.name, 0) + tensor.size_bytes
@@ -175,8 +164,13 @@ def in_tag(inventory: Inventory, tag: str) -> tuple[Inventory, str]:
 
     The tag that suits a GGUF file best keeps the types of its tensors. A tag with two formats sets
     those of all experts. A tag without tiles drops `forms`: it widens. Rows that are not whole
-    blocks of a K type have another format (whole_blocks).
+    blocks of a K type have another format (whole_blocks). The modules of multi-token prediction
+    get the same tag, or q8 where they cannot have it.
     """
+    if (own := inventory.mtp) is not None:
+        mixed = bits_of_tag(tag) is not None
+        own, dtype = in_tag(own, tag if mixed or tag in _tags_of(own) else "q8")
+        inventory = dataclasses.replace(inventory, mtp=own, mtp_dtype=dtype)
     pair, forms = _pair_of(tag), inventory.forms
     if bits_of_tag(tag) is not None:  # until they are chosen: the largest that experts can get
         return dataclasses.replace(inventory, forms=Forms((pair,))), BASE
@@ -224,6 +218,9 @@ def announce(inventory: Inventory, name: ModelName, note: Note) -> None:
             f"the source is NVFP4 (4.5 bits per weight): {name.tag} rounds it once more, by "
             "8 % in q4 and 0.5 % in q8; the tag nvfp4 keeps it"
         )
+    if stored.mtp is not None:
+        size = format_bytes(stored.mtp.disk_bytes(stored.mtp_dtype))
+        note(f"{size} are for multi-token prediction; --no-mtp leaves it out")
     if inventory.unused:
         note(f"not part of the family, left out: {_first_of(inventory.unused)}")
 
@@ -255,6 +252,8 @@ def _assemble(
 ) -> None:
     assembler = Assembler(all_targets(inventory, dtype), work, check)
     total = inventory.weight_bytes(dtype)
+    if inventory.mtp is not None:
+        total += inventory.mtp.weight_bytes(inventory.mtp_dtype)
 
     def tell() -> None:
         progress("repacking", assembler.bytes, total)
@@ -333,57 +332,10 @@ def prospects(source: Source, name: ModelName) -> dict[str, Manifest]:
     _check_format(source, inventory, name.tag)
     usual = {name.tag, best_tag(t for _, _, t in inventory.expert_matrices())}
     return {
-        tag: _manifest(source, in_tag(inventory, tag)[0], ModelName(name.name, tag), ())
+        tag: made_manifest(source, in_tag(inventory, tag)[0], ModelName(name.name, tag), ())
         for tag in dict.fromkeys((*_tags_of(inventory), name.tag))
         if tag in usual or _pair_of(tag).inner not in (*WHOLE_BLOCKS, "Q3", "Q2")
     }
-
-
-def _manifest(
-    source: Source, inventory: Inventory, name: ModelName, files: Sequence[FileRecord]
-) -> Manifest:
-    mixed, moe = bits_of_tag(name.tag) is not None, inventory.moe
-    dtype = BASE if mixed else FORMS_OF_TAG[name.tag].inner
-    forms = inventory.forms.experts
-    if len(set(forms)) == 1:  # one pair for all layers, or dtype alone
-        forms = () if set(forms) == {ExpertForms(dtype, dtype)} else forms[:1]
-    return Manifest(
-        name=name.name,
-        tag=name.tag,
-        family=inventory.family.model_type,
-        source=storable(source.origin),
-        revision=source.revision,
-        base=source.settled,
-        created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        layers=moe.layers,
-        experts=moe.experts,
-        top_k=moe.top_k,
-        hidden=moe.hidden,
-        intermediate=moe.intermediate,
-        dtype=dtype,
-        dense_bytes=inventory.dense_bytes(dtype),
-        kv_bytes_per_token=inventory.kv_bytes_per_token(dtype),
-        kv_q8_bytes_per_token=_odd_q8_bytes(inventory),
-        max_context=inventory.max_context,
-        files=tuple(files),
-        layout=LAYOUT_VERSIONS[dtype],
-        state_bytes=inventory.state_bytes,
-        activation=moe.activation,
-        biased=moe.biased,
-        encoder_layers=moe.encoder_layers,
-        width=moe.width,
-        usual_context=inventory.usual_context,
-        forms=forms,
-        dense_forms=dict(inventory.forms.dense) if mixed else {},
-        layouts={form: LAYOUT_VERSIONS[form] for form in sorted(inventory.forms.used - {dtype})},
-    )
-
-
-def _odd_q8_bytes(inventory: Inventory) -> int:
-    """Return the manifest's kv_q8_bytes_per_token: 0 where the rule for whole blocks gives it."""
-    given = inventory.kv_q8_bytes_per_token
-    usual = given == kv_q8_bytes(inventory.kv_items_per_token)
-    return 0 if usual or inventory.moe.encoder_layers else given
 
 
 def remove_strangers(folder: Path, wanted: Iterable[str]) -> None:

@@ -15,7 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
@@ -45,7 +45,7 @@ from moeinf.runtime.checkpoints.finite import WeightCheck
 from moeinf.runtime.checkpoints.fp8 import files_of
 from moeinf.runtime.checkpoints.inventory import Inventory
 from moeinf.runtime.library.dense_views import FORMS_BY_SIZE
-from moeinf.runtime.library.manifest import DENSE
+from moeinf.runtime.library.manifest import DENSE, MTP
 from moeinf.runtime.library.staging import Workplace, unfinished_path
 from moeinf.runtime.regular_files import check_regular
 
@@ -76,7 +76,10 @@ class Target:
 
 
 def all_targets(inventory: Inventory, dtype: str) -> list[Target]:
-    """Return the targets of a model: dense.safetensors, and one shard per expert."""
+    """Return the targets of a model: dense.safetensors, and one shard per expert.
+
+    The modules of multi-token prediction have the same files in a folder.
+    """
     layouts, wanted = inventory.expert_layouts(dtype), inventory.moe.parts
     found = [_dense_target(inventory, dtype)]
     for key, roles in sorted(inventory.experts.items()):
@@ -84,6 +87,9 @@ def all_targets(inventory: Inventory, dtype: str) -> list[Target]:
         parts = tuple(roles[role] for role in wanted)
         forms = tuple(_form_of(role, shape, layout) for role, shape in wanted.items())
         found.append(Target(shard_path(key), shard_header(key, layout), parts, forms))
+    if inventory.mtp is not None:
+        more = all_targets(inventory.mtp, inventory.mtp_dtype or dtype)
+        found += [replace(target, name=f"{MTP}/{target.name}") for target in more]
     return found
 
 

@@ -123,7 +123,8 @@ def repair(
     progress: Progress,
 ) -> None:
     """Write the damaged files again. Raises CannotRepair, BadCheckpoint, DownloadFailed."""
-    found = take_inventory(family_of(source.checkpoint.config), source.checkpoint)
+    family, mtp = family_of(source.checkpoint.config), manifest.mtp is not None
+    found = take_inventory(family, source.checkpoint, mtp)
     inventory, dtype = in_tag(found, manifest.tag)
     if bits_of_tag(manifest.tag) is not None:  # chosen once
         inventory = replace(inventory, forms=Forms(manifest.forms, manifest.dense_forms))

@@ -14,6 +14,7 @@ from pathlib import Path
 from moeinf.offload.gpu_tier.miss_split import Miss
 from moeinf.offload.store.budget import DoesNotFit
 from moeinf.runtime.config import EngineConfig, Settings
+from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.library.processes import Registry
 from moeinf.runtime.machine.device_choice import why_unusable
@@ -22,7 +23,8 @@ from moeinf.runtime.machine.memory import available_bytes, core_count, physical_
 from moeinf.runtime.placement.bandwidth import Speeds, measure, with_products
 from moeinf.runtime.placement.bounds import prefill_seconds, seconds_per_token, without_misses
 from moeinf.runtime.placement.decode_speed import Seen, remembered_prefill, remembered_speed
-from moeinf.runtime.placement.plan import Placement, place
+from moeinf.runtime.placement.draft_plan import place_both
+from moeinf.runtime.placement.plan import Placement
 from moeinf.runtime.sizes import MemorySize, format_bytes
 
 PROMPT_TOKENS = 1000  # the prompt whose prefill a plan shows
@@ -122,22 +124,18 @@ def outlook(
     """
     least, short = manifest.slots.min_bytes, False
     try:
-        placement = place(
-            manifest, config, machine.free_ram_bytes, machine.cores, machine.ram_bytes
-        )
+        placement = _placed(manifest, config, settings, machine)
     except DoesNotFit:
         if config.memory is not None:
             raise
         config, short = replace(config, memory=MemorySize(bytes=least)), True
-        placement = place(
-            manifest, config, machine.free_ram_bytes, machine.cores, machine.ram_bytes
-        )
+        placement = _placed(manifest, config, settings, machine)
     fit = None
     over = placement.peak_bytes > machine.free_ram_bytes
     if short and not over:
         fit = least
     elif over and not short:
-        fit = _fitting(manifest, config, machine)
+        fit = _fitting(manifest, config, settings, machine)
     found = _speeds(manifest, placement, config, settings, machine, pull)
     problems = {**_lack_of_ram(placement, machine, short), **_lack_of_disk(found)}
     gpu = placement.on_device
@@ -155,13 +153,21 @@ def ladder(found: Outlook, config: EngineConfig, settings: Settings) -> Iterator
         yield outlook(found.manifest, rung, settings, found.machine, found.pull)
 
 
-def _fitting(manifest: Manifest, config: EngineConfig, machine: Machine) -> int | None:
+def _placed(
+    manifest: Manifest, config: EngineConfig, settings: Settings, machine: Machine
+) -> Placement:
+    draft = None if config.draft is None else Library(settings).read(config.draft)[0]
+    memory = machine.free_ram_bytes, machine.cores, machine.ram_bytes
+    return place_both(manifest, config, *memory, draft)[0]
+
+
+def _fitting(
+    manifest: Manifest, config: EngineConfig, settings: Settings, machine: Machine
+) -> int | None:
     """Return the --memory that a plan takes by default; None if the default does not fit either."""
     try:
         chosen = replace(config, memory=None)
-        return place(
-            manifest, chosen, machine.free_ram_bytes, machine.cores, machine.ram_bytes
-        ).experts_bytes
+        return _placed(manifest, chosen, settings, machine).experts_bytes
     except DoesNotFit:
         return None
 

@@ -56,6 +56,7 @@ class Placement:
     prefix_bytes: int = 0  # for the KV of ended requests
     low_slots: int = 0  # for copies of experts in fewer bits, a part of memory_bytes
     low_slot_bytes: int = 0
+    draft_bytes: int = 0  # of the draft model, in all
     kv: Kv = "full"  # the form of the KV cache
     device: str = "cpu"
     on_device: DevicePlacement | None = None
@@ -75,7 +76,8 @@ class Placement:
         """The maximum that the process will hold in RAM, imports excluded."""
         inside = self.on_device is not None and self.on_device.inside
         dense = 0 if inside else self.dense_bytes + self.kv_bytes
-        return self.experts_bytes + dense + self.scratch_bytes + self.prefix_bytes
+        own = self.experts_bytes + dense + self.scratch_bytes + self.prefix_bytes
+        return own + self.draft_bytes
 
 
 def place(

@@ -13,7 +13,7 @@ from moeinf.server.api.bounds import MOST_STOP, MOST_STOPS
 OF_OTHER_ENGINES = (
     "num_batch", "num_gpu", "main_gpu", "num_thread", "num_keep", "use_mmap", "use_mlock", "numa",
     "low_vram", "vocab_only", "f16_kv", "logits_all", "penalize_newline",
-    "typical_p", "tfs_z", "mirostat", "mirostat_eta", "mirostat_tau", "draft_num_predict",
+    "typical_p", "tfs_z", "mirostat", "mirostat_eta", "mirostat_tau",
     "embedding_only", "num_gqa", "rope_frequency_base", "rope_frequency_scale",
 )  # fmt: skip
 SAMPLING = tuple(option.name for option in fields(SamplingOptions))
@@ -22,7 +22,7 @@ _OTHER_NAMES = {"repetition_penalty": "repeat_penalty"}
 
 def sampling(options: dict[str, Any]) -> tuple[SamplingOptions, Limits]:
     """Parse Ollama's options; ignore unknown ones, as Ollama does. Raises BadRequest."""
-    chosen, most = SamplingOptions(), None
+    chosen, most, drafts = SamplingOptions(), None, None
     stop: tuple[str, ...] = ()
     for said, value in options.items():
         name = _OTHER_NAMES.get(said, said)
@@ -31,13 +31,15 @@ def sampling(options: dict[str, Any]) -> tuple[SamplingOptions, Limits]:
         try:
             if name == "num_predict":
                 most = None if int(value) < 0 else int(value)
+            elif name == "draft_num_predict":
+                drafts = None if int(value) < 0 else int(value)
             elif name == "stop":
                 stop = _stops(value)
             elif name in SAMPLING:
                 chosen = chosen.having(name, value)
         except (OverflowError, TypeError, ValueError) as error:
             raise BadRequest(str(error)) from error
-    return chosen, Limits(most, stop)
+    return chosen, Limits(most, stop, drafts)
 
 
 def context_of(options: dict[str, Any]) -> int | None:
@@ -54,7 +56,7 @@ def context_of(options: dict[str, Any]) -> int | None:
 
 def without_effect(options: dict[str, Any]) -> list[str]:
     """Return the names of the options that have no effect."""
-    read = {"num_predict", "num_ctx", "stop", *SAMPLING, *_OTHER_NAMES}
+    read = {"num_predict", "num_ctx", "stop", "draft_num_predict", *SAMPLING, *_OTHER_NAMES}
     return [name for name, value in options.items() if value is not None and name not in read]
 
 

@@ -244,6 +244,8 @@ class Host:
 
             manifest, folder = self.library.read(str(key))
             config = self._config
+            if config.draft is not None and self.library.find(config.draft)[0] == key:
+                config = replace(config, draft=None)
             if context is not None:
                 config = replace(config, context=min(context, manifest.max_context))
 

@@ -53,6 +53,7 @@ CASES: dict[str, Case] = {
     "model_exists": lambda _: ["cp", "demo:bf16", "demo:bf16"],
     "not_running": lambda _: ["stop", "demo"],
     "no_low_copy": lambda _: [*RUN, "--experts", "q2-on-miss"],
+    "unusable_draft": lambda _: [*RUN, "--draft", "demo"],
     "no_model_used": lambda _: ["trace", "--dataset", "demo"],
     "no_such_dataset": lambda _: ["trace", "demo", "--dataset", "demo", "--subset", "sums"],
     "dataset_unavailable": lambda _: ["trace", "demo", "--dataset", "bbh"],
@@ -72,8 +73,7 @@ CASES: dict[str, Case] = {
 def case(code: str) -> Callable[[Case], Case]:
     def enter(function: Case) -> Case:
         assert code not in CASES
-        CASES[code] = function
-        return function
+        return CASES.setdefault(code, function)
 
     return enter
 

@@ -9,6 +9,7 @@ from moeinf.cli.options import (
     Context,
     Device,
     DeviceMemory,
+    DraftModel,
     Json,
     KvForm,
     Memory,
@@ -49,6 +50,7 @@ def plan(
     kv: KvForm = None,
     threads: Threads = None,
     no_prefix_cache: NoPrefixCache = False,
+    draft: DraftModel = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -72,6 +74,7 @@ def plan(
         miss=miss,
         prefix_cache=not no_prefix_cache,
         kv=kv,
+        draft=draft,
     )
     print_plan(model, config, settings, out)
 
@@ -91,6 +94,11 @@ def print_plan(model: str, config: EngineConfig, settings: Settings, out: Output
         name, tags = _prospects(model, settings, out)
         manifest, pull = tags[name.tag]
         sizes = "the headers of the source; nothing was pulled"
+    if config.draft is not None:
+        from moeinf.runtime.library.draft_model import find_draft  # imports tokenizers
+
+        source = None if installed is None else folder
+        find_draft(config.draft, manifest, source, Library(settings))
     machine = look(settings, folder, manifest)
     found = outlook(manifest, config, settings, machine, pull)
     rungs = list(ladder(found, config, settings))

@@ -77,6 +77,10 @@ def pull(
         bool,
         typer.Option("--no-base", help="Do not ask the repository that a GGUF file names."),
     ] = False,
+    no_mtp: Annotated[
+        bool,
+        typer.Option("--no-mtp", help="Leave out the layers of multi-token prediction."),
+    ] = False,
     list_local: Annotated[
         bool,
         typer.Option("--list-local", help="List files of Ollama, LM Studio and llama.cpp."),
@@ -119,17 +123,17 @@ def pull(
     if tag is not None:
         wanted = _with_tag(wanted, model if name is None else name, tag)
     if dry_run:
-        _print_sizes(wanted, source, out)
+        _print_sizes(wanted, source, out, not no_mtp)
         return
     library = Library(settings)
     manifest = library.made_of(wanted, source.origin, source.revision)
-    if manifest is not None:
+    if manifest is not None and not (no_mtp and manifest.mtp):
         out.note(f"{wanted} is up to date")
     else:
         before = library.source_of(wanted)
         if before not in (None, storable(source.origin)):
             out.note(f"{wanted} was made from {before}; this pull replaces it")
-        manifest = _pull(wanted, source, settings, out, allow_nan)
+        manifest = _pull(wanted, source, settings, out, allow_nan, not no_mtp)
     if json:
         sizes = {"size_bytes": manifest.size_bytes, "files": len(manifest.files)}
         about = {"source": manifest.source, "revision": manifest.revision}
@@ -170,7 +174,12 @@ def ensure(model: str, settings: Settings, out: Output) -> tuple[Manifest, Path]
 
 
 def _pull(
-    name: ModelName, source: Source, settings: Settings, out: Output, allow_nan: bool = False
+    name: ModelName,
+    source: Source,
+    settings: Settings,
+    out: Output,
+    allow_nan: bool = False,
+    mtp: bool = True,
 ) -> Manifest:
     """Repack with progress bars; notes on stderr name what is left out or rounded."""
     from moeinf.runtime.eamc.collection_file import recorded_use
@@ -178,7 +187,7 @@ def _pull(
 
     with out.progress(str(name)) as progress:
         use = recorded_use(settings, name.name) if bits_of_tag(name.tag) is not None else ()
-        return repack(source, Library(settings), name, progress, out.note, allow_nan, use)
+        return repack(source, Library(settings), name, progress, out.note, allow_nan, use, mtp)
 
 
 def _tag_of(bits: float) -> str:
@@ -218,10 +227,10 @@ def _as_json(model: LocalModel) -> dict[str, str | int]:
     return {**about, "size_bytes": model.size_bytes, "path": str(model.path)}
 
 
-def _print_sizes(name: ModelName, source: Source, out: Output) -> None:
+def _print_sizes(name: ModelName, source: Source, out: Output, mtp: bool) -> None:
     from moeinf.runtime.library.repack import measure_source
 
-    sizes = measure_source(source)
+    sizes = measure_source(source, mtp)
     if out.json:
         out.document(
             {

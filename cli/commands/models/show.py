@@ -31,6 +31,7 @@ def show(model: Model, json: Json = False, quiet: Quiet = False) -> None:
         return
     if json:
         about = {key: value for key, value in msgspec.structs.asdict(m).items() if key != "files"}
+        about["mtp"] = msgspec.to_builtins(m.mtp)
         about["kv_q8_bytes_per_token"] = m.kv_token_bytes("q8")
         sizes: dict[str, float] = {"size_bytes": m.size_bytes, "expert_bytes": m.slots.slot_bytes}
         sizes["expert_bits_per_weight"] = round(m.expert_bits, 4)
@@ -53,13 +54,18 @@ def show(model: Model, json: Json = False, quiet: Quiet = False) -> None:
             ("dense weights", format_bytes(m.dense_bytes)),
             ("KV cache", _kv(m)),
             ("least --memory", f"{slots.min_bytes} ({format_bytes(slots.min_bytes)})"),
-            ("size on disk", format_bytes(m.size_bytes)),
+            ("size on disk", format_bytes(m.size_bytes) + _of_modules(m)),
             ("source", m.source + (f" @ {m.revision}" if m.source.startswith("hub:") else "")),
             *([("tokenizer", m.base.replace("@", " @ "))] if m.base else []),
             ("pulled", m.created_at),
             ("folder", str(folder)),
         ]
     )
+
+
+def _of_modules(manifest: Manifest) -> str:
+    own = manifest.modules
+    return "" if own is None else f", {format_bytes(own.size_bytes)} for multi-token prediction"
 
 
 def _kv(manifest: Manifest) -> str:

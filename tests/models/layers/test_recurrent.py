@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,26 @@ def write(memory: RecurrentMemory, past: int, count: int) -> None:
         for tensor in memory.next(layer):
             tensor[:] = past + count
     memory.commit()
+
+
+def test_the_last_tokens_of_a_pass_can_be_left_out() -> None:
+    """Each token adds its number to the state; the steps of accepted tokens are repeated."""
+    memory = RecurrentMemory(LAYOUT, CPU)
+    write(memory, 0, 7)
+
+    def add(layer: int, past: int, value: float) -> None:
+        for old, new in zip(memory.read(layer, past), memory.next(layer), strict=True):
+            new.copy_(old + value)
+
+    memory.begin(7, 1)
+    memory.keep_steps()
+    for layer in range(2):
+        for place, value in enumerate((1.0, 20.0, 300.0)):
+            memory.run(7 + place, partial(add, layer, 7 + place, value))
+    assert {float(x) for t in memory.next(0) for x in t.flatten()} == {328.0}
+    memory.repeat(2)
+    memory.commit()
+    assert held(memory, 9) == {28.0}
 
 
 def held(memory: RecurrentMemory, length: int) -> set[float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,16 @@ from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.generation.draft_gate import DraftGate
 from moeinf.runtime.generation.events import Ended, Event, Failed, Piece, Request
+from moeinf.runtime.generation.lookup import Lookup
 from moeinf.runtime.generation.scheduler import Scheduler
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.requests import Limits, SamplingOptions
 from moeinf.runtime.sampling.grammar import json_of
 from moeinf.runtime.sizes import parse_memory
-from tests.conftest import Open, endless
+from moeinf.server.api.ollama_options import sampling
+from scripts.make_checkpoint import byte_tokenizer
+from tests.conftest import Open, endless, pull
+from tests.tiny import save_tiny
 
 GREEDY = SamplingOptions(temperature=0)
 WARM = SamplingOptions(temperature=0.8, top_k=20, repeat_penalty=1.05, seed=5)
@@ -34,9 +38,9 @@ def drafts_of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check 5, 2 or 15 drafted tokens in turn, at any cost."""
     lengths = [15, 2, 5]
 
-    def worth(_gate: DraftGate, _account: object, chances: list[float]) -> int:
+    def worth(gate: DraftGate, _account: object, chances: list[float], _each: float = 0) -> int:
         lengths.insert(0, lengths.pop())
-        return min(lengths[0], len(chances))
+        return min(lengths[0], len(chances)) if gate.single else 0
 
     monkeypatch.setattr(DraftGate, "worth", worth)
 
@@ -58,6 +62,29 @@ def expected(plain: Engine) -> dict[SamplingOptions, list[Event]]:
     return {options: answer(plain, options, Limits(ANSWER)) for options in (GREEDY, WARM)}
 
 
+@pytest.fixture(scope="module")
+def recurrent(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Engine]:
+    """Return a function that opens a tiny model with recurrent layers, which it pulls once."""
+    settings = Settings(tmp_path_factory.mktemp("recurrent"))
+
+    def open_one(name: str, memory: str, policy: str, **options: Any) -> Engine:
+        known = f"{name}:q8"
+        if not (settings.models / name).exists():
+            folder = tmp_path_factory.mktemp(name)
+            save_tiny(name, folder, seed=1)
+            byte_tokenizer().save(str(folder / "tokenizer.json"))
+            pull(folder, settings, known)
+        manifest, folder = Library(settings).read(known)
+        if memory == "least":
+            memory = str(manifest.slots.min_bytes)
+        config = EngineConfig(memory=parse_memory(memory), policy=policy, context=128, **options)
+        engine = Engine.open(manifest, folder, config, settings)
+        endless(engine)
+        return engine
+
+    return open_one
+
+
 def run(scheduler: Scheduler, *requests: Request) -> None:
     """Begin the requests and answer them together."""
     for request in requests:
@@ -67,11 +94,17 @@ def run(scheduler: Scheduler, *requests: Request) -> None:
         scheduler.round()
 
 
-def answer(engine: Engine, options: SamplingOptions, limits: Limits, **about: Any) -> list[Event]:
+def answer(
+    engine: Engine,
+    options: SamplingOptions,
+    limits: Limits,
+    prompt: list[int] = PROMPT,
+    **about: Any,
+) -> list[Event]:
     """Return the events of an answer in a new KV cache."""
     events: list[Event] = []
     scheduler = Scheduler(engine)
-    run(scheduler, Request(lambda _: PROMPT, options, limits, events.append, **about))
+    run(scheduler, Request(lambda _: prompt, options, limits, events.append, **about))
     assert engine.store.idle
     return events
 
@@ -109,6 +142,50 @@ def test_policies_and_memory(
     assert 0 < accepted < drafted
 
 
+@pytest.mark.matrix
+@pytest.mark.parametrize("memory", ["100%", "35%", "least"])
+@pytest.mark.parametrize("policy", list(table.POLICIES))
+@pytest.mark.parametrize(
+    "name", ["qwen3-next", "qwen3.5", "lfm2-biased", "kimi-linear-full-first", "nemotron"]
+)
+def test_recurrent_layers(
+    name: str,
+    policy: str,
+    memory: str,
+    recurrent: Callable[..., Engine],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rejected token leaves nothing in their memory."""
+    prompt = [token % 97 for token in PROMPT]
+    with (
+        recurrent(name, memory, policy) as engine,
+        recurrent(name, "100%", "lru", speculation=False) as other,
+    ):
+        for options in (GREEDY, WARM):
+            expected = answer(other, options, Limits(ANSWER), prompt)
+            right = [*prompt, *ended(expected).token_ids]
+            monkeypatch.setattr(Lookup, "follow", _told)
+            monkeypatch.setattr(Lookup, "draft", _drafts_of(right))
+            found = answer(engine, options, Limits(ANSWER), prompt)
+            assert same(found, expected)
+            assert 0 < ended(found).accepted < ended(found).drafted
+
+
+def _told(lookup: Lookup, history: list[int]) -> None:
+    """Follow a text of which every token has a match."""
+    lookup.matched, lookup._length = 2, len(history)
+
+
+def _drafts_of(text: list[int]) -> Callable[[Lookup, int], list[int]]:
+    """Draft what follows in a text, with a wrong token at every seventh place."""
+
+    def draft(lookup: Lookup, most: int) -> list[int]:
+        places = range(lookup._length, min(lookup._length + most, len(text)))
+        return [(text[place] + (place % 7 == 0)) % 97 for place in places]
+
+    return draft
+
+
 @pytest.fixture
 def engine(open_engine: Open) -> Engine:
     found = open_engine(context=128)
@@ -126,6 +203,22 @@ def test_every_length_and_what_the_state_keeps(plain: Engine, engine: Engine) ->
         assert ended(events).reason == "length"
         assert scheduler.cached_tokens == len(PROMPT) + most - 1
         assert scheduler.tokens == most
+
+
+@pytest.mark.parametrize("most", [0, 1, 4])
+def test_a_request_that_limits_its_drafts(most: int, plain: Engine, engine: Engine) -> None:
+    _, limits = sampling({"draft_num_predict": most, "num_predict": ANSWER})
+    passes, check = list[int](), engine.check
+
+    def counted(state: Any, ids: list[int], accept: Any) -> None:
+        passes.append(len(ids) - 1)
+        check(state, ids, accept)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "check", counted)
+        found = answer(engine, GREEDY, limits)
+    assert same(found, answer(plain, GREEDY, Limits(ANSWER)))
+    assert max(passes, default=0) == most
 
 
 def test_stop_texts(plain: Engine, engine: Engine) -> None:

@@ -1,0 +1,183 @@
+"""The modules of multi-token prediction are kept at pull, as a small model of their own."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moeinf.models import family_of
+from moeinf.runtime.checkpoints.checkpoint import open_checkpoint
+from moeinf.runtime.checkpoints.inventory import take_inventory
+from moeinf.runtime.config import EngineConfig, Settings
+from moeinf.runtime.engine.engine import Engine
+from moeinf.runtime.library.dense_views import read_dense_header
+from moeinf.runtime.library.library import Library
+from moeinf.runtime.library.manifest import MANIFEST, DamagedModel, Manifest, read_manifest
+from moeinf.runtime.library.repack import measure_source, repack
+from moeinf.runtime.library.sources import LocalSource
+from moeinf.runtime.library.verify import LocalRepair, repair, verify
+from moeinf.runtime.names import parse_name
+from scripts.make_checkpoint import byte_tokenizer
+from tests.conftest import endless, ignore
+from tests.generating import answering
+from tests.tiny import save_tiny
+
+FAMILIES = ["deepseek-v3", "glm4", "qwen3-next", "qwen3.5"]
+JOINED = {"embedding_norm", "hidden_norm", "joining", "norm"}
+
+
+def checkpoint(name: str, folder: Path) -> int:
+    """Write a tiny checkpoint whose module is a copy of a layer; return that layer's number.
+
+    The layer has experts, and full attention.
+    """
+    model = save_tiny(name, folder, seed=4)
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    config, (path,) = model.config, folder.glob("*.safetensors")
+    tensors = load_file(path)
+    if name.startswith("qwen"):
+        layer = config.layer_types.index("full_attention")
+        block, stem = "mtp.layers.0.", "mtp."
+        names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+    else:
+        layer = config.num_hidden_layers - 1
+        block = stem = f"model.layers.{config.num_hidden_layers}."
+        names = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+        tensors[f"{stem}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors[f"{stem}shared_head.head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    theirs = f"model.layers.{layer}."
+    copies = {n: t.clone() for n, t in tensors.items() if n.startswith(theirs)}
+    tensors |= {block + n.removeprefix(theirs): t for n, t in copies.items()}
+    draw, wide = torch.Generator().manual_seed(1), config.hidden_size
+    for n in names:
+        shape = (wide, 2 * wide) if n in ("fc", "eh_proj") else (wide,)
+        tensors[f"{stem}{n}.weight"] = torch.randn(shape, generator=draw)
+    save_file(tensors, path, metadata={"format": "pt"})
+    return layer
+
+
+def pulled(
+    folder: Path, home: Path, tag: str = "q4", mtp: bool = True
+) -> tuple[Manifest, Path, list[str]]:
+    """Return the manifest, the model's folder and the notes of a pull."""
+    notes: list[str] = []
+    library = Library(Settings(home))
+    source = LocalSource(open_checkpoint(folder), str(folder))
+    name = parse_name(f"tiny:{tag}")
+    manifest = repack(source, library, name, ignore, notes.append, mtp=mtp)
+    return manifest, library.folder(name), notes
+
+
+def parts(folder: Path, inside: str) -> dict[str, tuple[int, ...]]:
+    tensors = read_dense_header(folder / inside / "dense.safetensors").tensors
+    return {name: tensor.shape for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_module_is_kept_with_its_experts(name: str, tmp_path: Path) -> None:
+    layer = checkpoint(name, tmp_path / "checkpoint")
+    manifest, folder, notes = pulled(tmp_path / "checkpoint", tmp_path)
+    modules = manifest.modules
+    assert modules is not None
+    assert (modules.layers, modules.experts) == (1, manifest.experts)
+    assert read_manifest(folder) == manifest
+    assert any("--no-mtp" in note for note in notes)
+    # Its block is the copied layer: the same tensors, and the same experts.
+    prefix = f"model.layers.{layer}."
+    copied = {
+        n.removeprefix(prefix): shape
+        for n, shape in parts(folder, "").items()
+        if n.startswith(prefix)
+    }
+    own = parts(folder, "mtp")
+    assert copied == {
+        n.removeprefix("model.layers.0."): shape
+        for n, shape in own.items()
+        if n.startswith("model.layers.0.")
+    }
+    assert {n for n in own if not n.startswith("model.")} == {
+        f"mtp.0.{part}.weight" for part in JOINED
+    }
+    dense = manifest.layers if name.startswith("qwen") else layer + 1
+    flat = manifest.layers - (dense - layer)
+    mine = [s for s in manifest.shards() if f"/L{flat:03d}/" in s.path]
+    assert [s.crc32c for s in modules.shards()] == [s.crc32c for s in mine]
+    assert len(mine) == manifest.experts
+    assert manifest.size_bytes > sum(file.size_bytes for file in modules.files) > 0
+
+
+def test_answers_do_not_depend_on_it(tmp_path: Path) -> None:
+    checkpoint("glm4", tmp_path / "checkpoint")
+    answers, sizes = [], []
+    for mtp in (True, False):
+        home = tmp_path / str(mtp)
+        manifest, folder, notes = pulled(tmp_path / "checkpoint", home, "q8", mtp)
+        assert (manifest.mtp is not None) == mtp == (folder / "mtp").exists()
+        assert ("mtp" in (folder / MANIFEST).read_text()) == mtp
+        assert not any("left out" in note for note in notes)
+        sizes.append((manifest.size_bytes, manifest.dense_bytes, manifest.kv_bytes_per_token))
+        with Engine.open(manifest, folder, EngineConfig(context=64), Settings(home)) as engine:
+            endless(engine)
+            answer = answering(engine, [1, 2, 3, 4], 20)
+            list(answer)
+            answers.append(answer.tokens)
+    assert answers[0] == answers[1]
+    assert sizes[0][1:] == sizes[1][1:]
+    assert sizes[0][0] > sizes[1][0]
+    source = LocalSource(open_checkpoint(tmp_path / "checkpoint"), "")
+    for mtp, (size, _, _) in zip((True, False), sizes, strict=True):
+        assert 0.5 * size < measure_source(source, mtp).disk_bytes["q8"] < 2 * size
+
+
+def test_a_module_that_is_incomplete_is_left_out(tmp_path: Path) -> None:
+    checkpoint("glm4", tmp_path / "checkpoint")
+    (path,) = (tmp_path / "checkpoint").glob("*.safetensors")
+    tensors = load_file(path)
+    del tensors[next(name for name in tensors if name.endswith("eh_proj.weight"))]
+    save_file(tensors, path, metadata={"format": "pt"})
+    manifest, folder, notes = pulled(tmp_path / "checkpoint", tmp_path)
+    assert manifest.mtp is None
+    assert not (folder / "mtp").exists()
+    assert any(re.search("left out: model.layers.[0-9]+.*more", note) for note in notes)
+
+
+def test_a_config_without_modules(tmp_path: Path) -> None:
+    checkpoint("qwen3.5", tmp_path / "checkpoint")
+    path = tmp_path / "checkpoint" / "config.json"
+    values = json.loads(path.read_text())
+    for changes in ({"mtp_num_hidden_layers": 0}, {"mtp_use_dedicated_embeddings": True}):
+        path.write_text(json.dumps({**values, **changes}))
+        opened = open_checkpoint(tmp_path / "checkpoint")
+        inventory = take_inventory(family_of(opened.config), opened)
+        assert (inventory.mtp, inventory.unused) == (None, [])
+
+
+def test_verify_and_repair(tmp_path: Path) -> None:
+    checkpoint("deepseek-v3", tmp_path / "checkpoint")
+    manifest, folder, _ = pulled(tmp_path / "checkpoint", tmp_path)
+    for name in ("mtp/dense.safetensors", "mtp/experts/L000/E002.safetensors"):
+        data = bytearray((folder / name).read_bytes())
+        data[-1] ^= 1
+        (folder / name).write_bytes(data)
+    damages = verify(folder, manifest, ignore)
+    assert len(damages) == 2
+    source = LocalRepair(open_checkpoint(tmp_path / "checkpoint"))
+    repair(folder, manifest, damages, source, ignore)
+    assert verify(folder, manifest, ignore) == []
+
+
+def test_a_manifest_that_contradicts_its_modules(tmp_path: Path) -> None:
+    checkpoint("glm4", tmp_path / "checkpoint")
+    _, folder, _ = pulled(tmp_path / "checkpoint", tmp_path)
+    good = json.loads((folder / MANIFEST).read_text())
+    for field, value in (("layers", 2), ("dtype", "Q8"), ("layout", 99)):
+        (folder / MANIFEST).write_text(json.dumps({**good, "mtp": {**good["mtp"], field: value}}))
+        with pytest.raises(DamagedModel):
+            read_manifest(folder)
+    shutil.rmtree(folder / "mtp")
