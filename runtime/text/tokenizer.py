@@ -96,7 +96,7 @@ class Tokenizer:
         except TokenizerFailed as error:
             raise BadCheckpoint(f"{path} cannot be read: {error}") from None
         form = format_of(self.chat_template)
-        marks_calls = form is not None and form.open in self._special
+        marks_calls = form is not None and any(t in form.open for t in self._special)
         channels = is_harmony(self.chat_template) or has_channels(self.chat_template)
         self._shows_special = channels or marks_calls
 

@@ -13,6 +13,7 @@ that it did not name.
     <|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0…                     Kimi-K2
     <minimax:tool_call><invoke name="NAME"><parameter name="P">V</parameter>…         MiniMax-M2
     <|tool_call_start|>[NAME(P=V)]<|tool_call_end|>                                       LFM2
+    <｜DSML｜function_calls><｜DSML｜invoke name="NAME">…</｜DSML｜invoke>…         DeepSeek-V3.2
 """
 
 from __future__ import annotations
@@ -50,10 +51,10 @@ class Call:
 class Format:
     """A format of calls. close "": a call ends with the answer.
 
-    known_by: words of a template that teaches it; "": `open`.
     read: the text between the marks → calls; [] if it is something else. Raises Unfinished. write:
     a tool's name → the text before and after its arguments in JSON, marks included. It is not valid
-    in templates that contain one of the words of `unless`.
+    in templates that contain one of the words of `unless`. words: a template of this format has all
+    of them; (): it has `open`.
     """
 
     open: str
@@ -63,7 +64,7 @@ class Format:
     unless: tuple[str, ...] = ()
     bare: Format | None = None  # the start of a call without `open`; `close` may follow
     id_length: int = 0  # of the ids that the template requires; 0: any
-    known_by: str = ""
+    words: tuple[str, ...] = ()
 
 
 def knows_tools(template: str | None) -> bool:
@@ -84,7 +85,7 @@ def format_of(template: str | None) -> Format | None:
         (
             form
             for form in FORMATS
-            if (form.known_by or form.open) in template
+            if all(word in template for word in form.words or (form.open,))
             and (form.bare is None or form.bare.open in template)
         ),
         None,
@@ -271,6 +272,36 @@ def _bare_keys(body: str, tools: Sequence[Tool]) -> list[Call]:
     return _all([call])
 
 
+_DSML_INVOKE = re.compile(
+    r'\s*<｜DSML｜invoke name="([^"\n]+)">(.*?)</｜DSML｜invoke>(?=\s*(?:<｜DSML｜invoke |\Z))',
+    re.DOTALL,
+)
+_DSML_PARAMETER = re.compile(
+    r'\s*<｜DSML｜parameter name="([^"\n]+)" string="(true|false)">(.*?)</｜DSML｜parameter>'
+    r"(?=\s*(?:<｜DSML｜parameter |\Z))",
+    re.DOTALL,
+)
+
+
+def _dsml(body: str, tools: Sequence[Tool]) -> list[Call]:
+    """Parse DeepSeek-V3.2's calls: each parameter says if it is a string, else it is JSON."""
+    if not body.rstrip().endswith("</｜DSML｜invoke>"):
+        raise Unfinished("</｜DSML｜invoke> is missing")
+    if _DSML_INVOKE.sub("", body).strip():
+        return []
+    calls: list[Call | None] = []
+    for name, text in _DSML_INVOKE.findall(body):
+        if _DSML_PARAMETER.sub("", text).strip():
+            return []
+        found = _DSML_PARAMETER.findall(text)
+        arguments = {
+            key: value if kind == "true" else load_value(value, None, None)
+            for key, kind, value in found
+        }
+        calls.append(_checked({"name": name, "arguments": arguments}, tools))
+    return _all(calls)
+
+
 def _checked(said: Any, tools: Sequence[Tool]) -> Call | None:
     if not isinstance(said, dict):
         return None
@@ -332,7 +363,13 @@ FORMATS = (
     Format("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", _deepseek),
     Format("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", _kimi, _kimi_between),
     _LFM2,
-    replace(_LFM2, known_by="<|tool_list_start|>"),  # a template without earlier calls
+    replace(_LFM2, words=("<|tool_list_start|>",)),  # a template without earlier calls
+    Format(
+        "<｜DSML｜function_calls>",
+        "</｜DSML｜function_calls>",
+        _dsml,
+        words=("｜DSML｜", "function_calls>"),
+    ),
     Format("<|tool_call|>", "", _json, _between("<|tool_call|>[", "]")),
     Format("[TOOL_CALLS]", "", _json, _between("[TOOL_CALLS][", "]"), id_length=9),
 )

@@ -38,6 +38,7 @@ MISTRAL = "{% if tools %}[TOOL_CALLS]{% endif %}"
 GRANITE = "{%- if tools %}<|tool_call|>{% endif %}"
 DEEPSEEK = "{% for tool in tools %}<｜tool▁calls▁begin｜>{% endfor %}"
 GEMMA = "{% if tools %}<|tool_call>{% endif %}<|channel>thought\n<channel|>"
+V32 = "{% set mark = '｜DSML｜' %}{% if tools %}<{{ mark }}function_calls>{% endif %}"
 HARMONY = "{% if tools %}<|channel|>x<|message|>{% endif %}"
 MINIMAX = "{%- if tools -%}<minimax:tool_call>{% endif %}"
 KIMI = "{%- if tools -%}x{% endif %}<|tool_calls_section_begin|>"
@@ -46,7 +47,8 @@ LFM2_5 = "{%- if tools -%}x{% endif %}<|tool_call_start|>"
 
 
 ALL_TEMPLATES = [
-    TAGS, CODER, MISTRAL, GRANITE, DEEPSEEK, HARMONY, MINIMAX, KIMI, LFM2, LFM2_5, GEMMA
+    TAGS, CODER, MISTRAL, GRANITE, DEEPSEEK, HARMONY, MINIMAX, KIMI, LFM2, LFM2_5, GEMMA,
+    V32,
 ]  # fmt: skip
 
 
@@ -70,6 +72,21 @@ def answer(text: str) -> tuple[str, str]:
 
 def hermes(name: str, **arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+DSML_END = "</｜DSML｜function_calls>"
+
+
+def dsml(name: str, *arguments: tuple[str, str, str]) -> str:
+    """Return a call in DeepSeek-V3.2's format; arguments: (name, whether a string, text)."""
+    lines = [
+        f'<｜DSML｜parameter name="{key}" string="{kind}">{text}</｜DSML｜parameter>\n'
+        for key, kind, text in arguments
+    ]
+    return (
+        f'<｜DSML｜function_calls>\n<｜DSML｜invoke name="{name}">\n{"".join(lines)}'
+        f"</｜DSML｜invoke>\n{DSML_END}"
+    )
 
 
 ADD = Call("add", {"a": 1})
@@ -258,6 +275,34 @@ CASES: list[tuple[str, str, list[Any]]] = [
     (GEMMA, "<|tool_call>call:add[1]<tool_call|>", None),
     (GEMMA, '<|tool_call>call:add{note:<|"|>x}<tool_call|>', None),
     (GEMMA, f"<|tool_call>call:add{{a:{'[' * 100_000}<tool_call|>", None),
+    # DeepSeek-V3.2
+    (
+        V32,
+        "<think>hm</think>Yes\n\n"
+        + dsml("add", ("a", "false", "1"), ("note", "true", "1"), ("list", "false", "[1, null]"))
+        + "<｜end",
+        [
+            ("thinking", "hm"),
+            answer("Yes"),
+            Call("add", {"a": 1, "note": "1", "list": [1, None]}),
+            answer("<｜end"),
+        ],
+    ),
+    (V32, dsml("now") + dsml("add", ("a", "false", "1")), [Call("now", {}), ADD]),
+    (
+        V32,
+        dsml("now").replace(DSML_END, dsml("add", ("a", "false", "1")).partition(">\n")[2]),
+        [Call("now", {}), ADD],  # two between the same marks
+    ),
+    (
+        V32,
+        dsml("add", ("note", "true", f'\n</｜DSML｜parameter>x{DSML_END}"> ')),
+        [Call("add", {"note": f'\n</｜DSML｜parameter>x{DSML_END}"> '})],
+    ),
+    (V32, dsml("rm"), None),
+    (V32, dsml("add", ("a", "maybe", "1")), None),
+    (V32, dsml("add").replace("</｜DSML｜invoke>", ""), None),
+    (V32, "<｜DSML｜function_calls>", None),
     # harmony
     (
         HARMONY,
