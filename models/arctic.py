@@ -21,13 +21,13 @@ from moeinf.models.layers.attention import GqaAttention, GqaShape, gqa_projectio
 from moeinf.models.layers.decoder import (
     BodyConfig,
     Decoder,
-    ParallelBlock,
     ignores_buffers,
     parse_body,
 )
 from moeinf.models.layers.ffn import GatedMlp
 from moeinf.models.layers.moe import SparseFfn, parse_moe
 from moeinf.models.layers.norms import RmsNorm
+from moeinf.models.layers.parallel_block import ParallelBlock
 from moeinf.models.layers.routing import SoftmaxRouter
 
 

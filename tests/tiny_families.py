@@ -181,39 +181,6 @@ def granite_shared(**settings: Any) -> Tiny:
     return Tiny("granitemoeshared", "GraniteMoeSharedConfig", {**sizes, **settings})
 
 
-def granite_hybrid(**settings: Any) -> Tiny:
-    sizes = {
-        **granite_shared().settings,
-        "num_hidden_layers": 4,
-        "layer_types": ["mamba", "mamba", "attention", "mamba"],
-        "mamba_n_heads": 4,
-        "mamba_d_state": 10,
-        "max_position_embeddings": 512,
-    }
-    return Tiny("granitemoehybrid", "GraniteMoeHybridConfig", {**sizes, **settings})
-
-
-def nemotron(**settings: Any) -> Tiny:
-    sizes = {
-        "hidden_size": 36,
-        "layers_block_type": ["mamba", "moe", "mamba", "attention", "moe"],
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 12,
-        "mamba_num_heads": 6,
-        "mamba_head_dim": 8,
-        "n_groups": 2,
-        "ssm_state_size": 10,
-        "moe_intermediate_size": 18,
-        "moe_shared_expert_intermediate_size": 26,
-        "n_routed_experts": 7,
-        "num_experts_per_tok": 3,
-        "max_position_embeddings": 512,
-        "time_step_min": 1e-9,  # transformers lifts dt to it, in prompts only
-    }
-    return Tiny("nemotron_h", "NemotronHConfig", {**sizes, **settings})
-
-
 def arctic(**settings: Any) -> Tiny:
     sizes = {
         "hidden_size": 32,

@@ -11,7 +11,6 @@ from tests.tiny_families import (
     exaone_moe,
     gemma4,
     glm_dsa,
-    granite_hybrid,
     hunyuan,
     kimi_linear,
     laguna,
@@ -19,10 +18,10 @@ from tests.tiny_families import (
     mimo,
     minimax_m2,
     mistral4,
-    nemotron,
     qwen3_next,
     solar_open,
 )
+from tests.tiny_mamba import MAMBA
 
 RECENT: dict[str, Tiny] = {
     "minimax-m2": minimax_m2(rope_parameters={"rope_theta": 500.0, "partial_rotary_factor": 0.5}),
@@ -332,58 +331,7 @@ RECENT: dict[str, Tiny] = {
         v_head_dim=22,
         num_experts_per_tok=8,
     ),
-    "granite-hybrid": granite_hybrid(
-        embedding_multiplier=1.5, residual_multiplier=0.6, logits_scaling=0.7
-    ),
-    "granite-hybrid-rope": granite_hybrid(
-        num_hidden_layers=3,
-        layer_types=["attention", "mamba", "attention"],
-        position_embedding_type="rope",
-        mamba_n_heads=6,
-        mamba_n_groups=3,
-        mamba_expand=3,
-        mamba_d_state=7,
-        mamba_d_conv=3,
-        mamba_proj_bias=True,
-        mamba_conv_bias=False,
-        num_experts_per_tok=1,
-        attention_bias=True,
-        tie_word_embeddings=True,
-        rms_norm_eps=0.03,
-    ),
-    "granite-hybrid-all-experts": granite_hybrid(
-        num_hidden_layers=2,
-        layer_types=["mamba", "attention"],
-        mamba_n_groups=2,
-        mamba_d_conv=2,
-        num_experts_per_tok=6,
-        num_key_value_heads=4,
-    ),
-    "nemotron": nemotron(routed_scaling_factor=2.5),
-    "nemotron-alone": nemotron(
-        layers_block_type=["moe", "mlp", "attention", "attention", "moe", "moe", "mamba"],
-        intermediate_size=22,
-        mamba_num_heads=3,
-        n_groups=1,
-        conv_kernel=2,
-        use_conv_bias=False,
-        use_bias=True,
-        mlp_bias=True,
-        n_routed_experts=8,
-        n_group=2,
-        topk_group=1,
-        num_experts_per_tok=1,
-        norm_topk_prob=False,
-        layer_norm_epsilon=0.03,
-    ),
-    "nemotron-all-experts": nemotron(
-        layers_block_type=["attention", "mlp", "mamba", "moe"],
-        n_groups=6,
-        head_dim=16,
-        num_key_value_heads=4,
-        num_experts_per_tok=7,
-    ),
-    "nemotron-latent": nemotron(moe_latent_size=20, mlp_bias=True, num_experts_per_tok=5),
+    **MAMBA,
 }
 # One configuration of each of these families is tested by default, and all with -m full.
 BRIEF: tuple[str, ...] = (

@@ -42,6 +42,7 @@ from moeinf.models.layers.kv_cache import (
 )
 from moeinf.models.layers.moe import Router, SparseFfn, one_pass
 from moeinf.models.layers.norms import RmsNorm, WideRmsNorm, centred_norm, layer_norm
+from moeinf.models.layers.parallel_block import ParallelBlock
 from moeinf.models.layers.recurrent import RecurrentLayout
 from moeinf.models.layers.rope import Rope, RopeConfig, parse_rope
 from moeinf.models.layers.sandwich_block import SandwichBlock
@@ -144,38 +145,6 @@ class Block:
     def plus(self, x: Tensor, change: Tensor) -> Tensor:
         """Return x + residual · change."""
         return x + change if self.residual == 1.0 else x + change * self.residual
-
-
-@dataclass(frozen=True)
-class ParallelBlock:
-    """h = x + attention(norm(x)); out = h + residual(norm(h)) + ffn(norm(x)), as in arctic.
-
-    The experts read x, not h: they are submitted first and load while the rest runs.
-    """
-
-    attention_norm: Callable[[Tensor], Tensor]
-    attention: Callable[[Tensor, PassRows], Tensor]
-    residual_norm: Callable[[Tensor], Tensor]
-    residual: Callable[[Tensor], Tensor]
-    ffn_norm: Callable[[Tensor], Tensor]
-    ffn: SparseFfn
-
-    def __call__(self, x: Tensor, rows: PassRows, experts: Experts) -> Tensor:
-        """Map [T, D] to [T, D]."""
-        pending = self.ffn.start(self.ffn_norm(x), experts)
-        return self._rest(x, rows) + pending.result()
-
-    def over(self, x: Tensor, pieces: Sequence[Piece], experts: Experts) -> Tensor:
-        """Map x [T, D], which is overwritten, to [T, D]: each piece as if it were a pass."""
-        normed = torch.cat([self.ffn_norm(x[at]) for at, _ in pieces])
-        pending = self.ffn.start(normed, experts, [at for at, _ in pieces])
-        for at, rows in pieces:
-            x[at] = self._rest(x[at], rows)
-        return x + pending.result()
-
-    def _rest(self, x: Tensor, rows: PassRows) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rows)
-        return x + self.residual(self.residual_norm(x))
 
 
 Layer = Block | ParallelBlock | SandwichBlock | MixerBlock | FfnBlock

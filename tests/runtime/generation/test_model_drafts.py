@@ -164,10 +164,10 @@ def test_a_text_is_read_only_if_the_answer_could_have_paid_for_it() -> None:
     for _ in range(10):
         gate.passed(1.0, 0.0)
 
-    class Engine:
+    class Priced:
         cost = 0.1
 
-    drafts = ModelDrafts(Engine(), gate)  # type: ignore[arg-type]
+    drafts = ModelDrafts(Priced(), gate)  # type: ignore[arg-type]
 
     class Text:
         class answer:  # noqa: N801
