@@ -59,8 +59,8 @@ _OLLAMA = {
     "granite3.1-moe:3b": "granite-3.1-3b-a800m",
     "granite4:tiny-h": "granite-4.0-h-tiny",
     "granite4:small-h": "granite-4.0-h-small",
-    "nemotron-3-nano:30b": "nemotron-3-nano",
-    "nemotron-3-super:120b": "nemotron-3-super",
+    "nemotron-3-nano:30b": "nemotron-3-nano-30b-a3b",
+    "nemotron-3-super:120b": "nemotron-3-super-120b-a12b",
 }
 OLLAMA = "ollama:"  # before the name of a model in Ollama's store
 MACHINE_STATE = "devices.json"  # in state/, beside the folders of models
