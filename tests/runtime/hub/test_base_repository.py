@@ -115,7 +115,7 @@ def unchanged(name: str, values: Tensor, config: Any) -> tuple[str, Tensor]:
     ("name", "how", "value", "tensor"),
     [
         ("mixtral", "_PAIRED", (), r"blk\.\d+\.attn_[qk]\.weight"),
-        ("qwen3.5", "_delta", unchanged, r"blk\.\d+\.(ssm|attn|post).*"),
+        ("qwen3.5", "delta", unchanged, r"blk\.\d+\.(ssm|attn|post).*"),
         ("deepseek-v3", "_latent", None, r"blk\.\d+\.attn_[kv]_b\.weight"),
     ],
 )

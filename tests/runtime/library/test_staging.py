@@ -201,7 +201,7 @@ def test_a_chunk_takes_no_more_than_is_counted(
         model._logits(x[-1:])
     manifest: Any = SimpleNamespace(
         top_k=moe.top_k, hidden=moe.hidden, intermediate=moe.intermediate, dtype=form.upper(),
-        encoder_layers=0,
+        encoder_layers=0, hidden_width=moe.width or moe.hidden,
     )  # fmt: skip
     counted = dense_workspace_bytes(manifest, context) - _TORCH_BYTES - _GRAPHS_BYTES
     assert counted / 8 < live.most <= counted, (live.most >> 20, counted >> 20)
