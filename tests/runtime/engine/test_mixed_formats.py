@@ -63,7 +63,7 @@ def made(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     swapped = {n: "Q8" for n in plain.tileable if n.endswith(("o_proj.weight", "v_proj.weight"))}
     forms = Forms(tuple(every), {**swapped, **dict.fromkeys(plain.embeddings, "Q4")})
 
-    def with_forms(family: Family, checkpoint: Checkpoint) -> Inventory:
+    def with_forms(family: Family, checkpoint: Checkpoint, _mtp: bool = True) -> Inventory:
         return replace(take_inventory(family, checkpoint), forms=forms)
 
     for module in (repack, verify):  # as the reader of such a checkpoint does
