@@ -16,7 +16,8 @@ from moeinf.runtime.library.library import DEMO_CHECKPOINT
 from moeinf.runtime.sampling.grammar import BadFormat, Constrain, call_of_one, json_of
 from moeinf.runtime.sampling.grammar_processes import Grammars
 from moeinf.runtime.text.tokenizer import Tokenizer
-from tests.runtime.text.test_tool_calls import GRANITE, HARMONY, MISTRAL, TAGS, TOOLS
+from tests.runtime.text.test_tool_calls import TOOLS
+from tests.runtime.text.tool_call_texts import GRANITE, HARMONY, MISTRAL, TAGS
 
 END = 4
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
