@@ -32,12 +32,11 @@ from moeinf.models.layers.ffn import GeluMlp, gated_mlp
 from moeinf.models.layers.kv_cache import PassRows
 from moeinf.models.layers.moe import SparseFfn, parse_moe
 from moeinf.models.layers.norms import HeadNorm, WideRmsNorm
-from moeinf.models.layers.rope import RopeConfig, parse_rope
+from moeinf.models.layers.rope import RopeConfig, parse_rope, without_rope
 from moeinf.models.layers.routing import NormedRouter, SoftmaxRouter
 from moeinf.models.layers.sandwich_block import SandwichBlock
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-_ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
 _ROPES = {  # for a config without rope_parameters
     _FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
     _SLIDING: {"rope_type": "default", "rope_theta": 1e4},
@@ -77,7 +76,7 @@ def parse(values: Mapping[str, Any]) -> Gemma4Config:
         values, where = {**values["text_config"], **outer}, f"{where}: text_config"
     fields = Fields(values, where)
     _refuse_others(fields)
-    plain = {key: value for key, value in values.items() if key not in _ROPE_KEYS}
+    plain = without_rope(values)
     body = parse_body(Fields(plain, where), default_theta=1e4, default_eps=1e-6)
     kinds = _kinds(fields, body.layers)
     ropes = [_rope(values, kind, kind in kinds, body.max_context) for kind in (_FULL, _SLIDING)]

@@ -17,7 +17,7 @@ from moeinf.models.layers.delta_net import MAX_KERNEL, DeltaShape
 from moeinf.models.layers.kimi_delta import KimiDelta
 from moeinf.models.layers.mla import MlaAttention, MlaShape, parse_mla
 from moeinf.models.layers.norms import RmsNorm
-from moeinf.models.layers.rope import STILL
+from moeinf.models.layers.rope import STILL, without_rope
 from moeinf.models.layers.sigmoid_experts import (
     SigmoidExperts,
     parse_mlp_types,
@@ -34,7 +34,6 @@ _SPELLINGS = {  # of published files -> of DeepSeek-V3
     "num_experts_per_token": "num_experts_per_tok",
     "num_shared_experts": "n_shared_experts",
 }
-_ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class KimiLinearConfig:
 
 def parse(values: Mapping[str, Any]) -> KimiLinearConfig:
     """See base.Family. Keys for rope mean nothing here, because no layer has one."""
-    values = {key: value for key, value in values.items() if key not in _ROPE_KEYS}
+    values = without_rope(values)
     for theirs, ours in _SPELLINGS.items():
         if theirs in values:
             value = values.pop(theirs)

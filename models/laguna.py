@@ -22,12 +22,11 @@ from moeinf.models.layers.feed_forward import FfnPlan, feed_forward, parse_ffn
 from moeinf.models.layers.ffn import GatedMlp, gated_mlp
 from moeinf.models.layers.kv_cache import PassRows
 from moeinf.models.layers.norms import HeadNorm, RmsNorm
-from moeinf.models.layers.rope import RopeConfig, parse_rope
+from moeinf.models.layers.rope import RopeConfig, parse_rope, without_rope
 from moeinf.models.layers.routing import SigmoidRouter
 from moeinf.models.layers.sigmoid_experts import parse_mlp_types
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-_ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
 _ROPES = {  # for a config without rope_parameters
     _FULL: {"rope_theta": 5e5, "partial_rotary_factor": 0.5},
     _SLIDING: {"rope_theta": 1e4, "partial_rotary_factor": 1.0},
@@ -55,7 +54,7 @@ class LagunaConfig:
 
 def parse(values: Mapping[str, Any]) -> LagunaConfig:
     """See base.Family. rope_parameters has a section for each kind of layer."""
-    plain = Fields({key: value for key, value in values.items() if key not in _ROPE_KEYS})
+    plain = Fields(without_rope(values))
     fields = Fields(values)
     fields.refuse("moe_apply_router_weight_on_input", False)
     gating = values.get("gating", True)

@@ -18,7 +18,7 @@ from moeinf.models.layers.attention import GqaCore, GqaShape, gqa_projections, p
 from moeinf.models.layers.decoder import Block, BodyConfig, Decoder, parse_body
 from moeinf.models.layers.kv_cache import PassRows
 from moeinf.models.layers.norms import RmsNorm
-from moeinf.models.layers.rope import RopeConfig, parse_rope
+from moeinf.models.layers.rope import RopeConfig, parse_rope, without_rope
 from moeinf.models.layers.sigmoid_experts import (
     SigmoidExperts,
     parse_mlp_types,
@@ -31,7 +31,6 @@ from moeinf.models.layers.sigmoid_experts import (
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _KINDS = (_FULL, _SLIDING)  # the values of hybrid_layer_pattern, and the order of the ropes
 _PARTIAL = 0.334
-_ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
 _EVERY = 6  # without a list, the first layer and every sixth see the whole text
 _ASIDE = "model.mtp."
 
@@ -58,7 +57,7 @@ def parse(values: Mapping[str, Any]) -> MimoV2FlashConfig:
     Published files have lists of 0 and 1 for the kinds of layers, and swa_ keys for the sliding
     ones. The lists and sections of words that transformers writes win over them.
     """
-    plain = Fields({key: value for key, value in values.items() if key not in _ROPE_KEYS})
+    plain = Fields(without_rope(values))
     fields = Fields(values)
     eps = fields.number("layernorm_epsilon", low=0.0, high=1.0, default=1e-5)
     body = parse_body(plain, default_theta=1e4, default_eps=eps)

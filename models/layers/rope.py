@@ -15,8 +15,9 @@ context.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,6 +86,12 @@ class RopeConfig:
 
 
 STILL = RopeConfig(1e4, _STILL)  # nothing rotates: all angles are 0, with the same bits (NoPE)
+
+
+def without_rope(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config without the keys of rope, for a family that reads them itself."""
+    keys = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
+    return {key: value for key, value in values.items() if key not in keys}
 
 
 def parse_rope(

@@ -14,9 +14,9 @@ from moeinf.models.layers.kv_cache import KvCache
 from moeinf.runtime.config import PREFILL_CHUNK
 from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.generation.answer import Answer
-from moeinf.runtime.generation.draft_gate import Account
+from moeinf.runtime.generation.drafts.draft_gate import Account
+from moeinf.runtime.generation.drafts.lookup import Lookup
 from moeinf.runtime.generation.events import Ended, Request, TokenInfo
-from moeinf.runtime.generation.lookup import Lookup
 from moeinf.runtime.sampling.grammar import Constraint
 
 

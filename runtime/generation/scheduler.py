@@ -41,6 +41,7 @@ from moeinf.runtime.checkpoints.finite import check_logits
 from moeinf.runtime.config import PREFILL_CHUNK
 from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.generation.answer import Answer
+from moeinf.runtime.generation.drafts.speculation import Speculation
 from moeinf.runtime.generation.events import Ended, Failed, Piece, Request, Vector
 from moeinf.runtime.generation.group_gate import GroupGate
 from moeinf.runtime.generation.in_flight import (
@@ -52,7 +53,6 @@ from moeinf.runtime.generation.in_flight import (
     token_info,
 )
 from moeinf.runtime.generation.prompts import check_length
-from moeinf.runtime.generation.speculation import Speculation
 from moeinf.runtime.generation.windows import Share, telling, window
 from moeinf.runtime.sampling.sampler import Sampler
 from moeinf.runtime.text.panic import as_exception

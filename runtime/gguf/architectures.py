@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeinf.runtime.gguf.delta_net import DELTA_MADE, DELTA_MOVES, DELTA_NAMES
-from moeinf.runtime.gguf.gemma4 import GEMMA4_NAMES, gemma4_config
+from moeinf.runtime.gguf.families.delta_net import DELTA_MADE, DELTA_MOVES, DELTA_NAMES
+from moeinf.runtime.gguf.families.gemma4 import GEMMA4_NAMES, gemma4_config
+from moeinf.runtime.gguf.families.kimi_delta import KIMI_MADE, KIMI_NAMES
+from moeinf.runtime.gguf.families.latent import KV_B
 from moeinf.runtime.gguf.keys import Keys
-from moeinf.runtime.gguf.kimi_delta import KIMI_MADE, KIMI_NAMES
-from moeinf.runtime.gguf.latent import KV_B
 from moeinf.runtime.gguf.made import Change, Made
 from moeinf.runtime.gguf.rows import unpaired
 

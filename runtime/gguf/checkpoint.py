@@ -19,7 +19,7 @@ from moeinf.runtime.checkpoints.ggml import dtype_of
 from moeinf.runtime.checkpoints.nvfp4 import NVFP4
 from moeinf.runtime.checkpoints.torch_bin import open_folder
 from moeinf.runtime.gguf.architectures import ARCHITECTURES, Architecture
-from moeinf.runtime.gguf.delta_net import minus_one
+from moeinf.runtime.gguf.families.delta_net import minus_one
 from moeinf.runtime.gguf.header import FACTORS, GgufTensor
 from moeinf.runtime.gguf.keys import Keys
 from moeinf.runtime.gguf.reader import SUFFIX, GgufFile, read_gguf

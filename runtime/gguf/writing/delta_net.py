@@ -1,4 +1,4 @@
-"""Write Qwen3.5's Gated DeltaNet as llama.cpp stores it (runtime/gguf/delta_net.py restores it).
+"""Write Qwen3.5's Gated DeltaNet as llama.cpp stores it; families/delta_net.py restores it.
 
 Value heads that share a key head are apart: first one of each key head, then the second ones. Norms
 are stored plus 1, decay rates as -exp(A_log).

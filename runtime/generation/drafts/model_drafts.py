@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from moeinf.offload.store.expert_store import Stopped
 from moeinf.offload.store.transfer import ExpertReadError
 from moeinf.runtime.engine.draft_engine import DraftEngine
-from moeinf.runtime.generation.draft_gate import DraftGate
+from moeinf.runtime.generation.drafts.draft_gate import DraftGate
 from moeinf.runtime.generation.in_flight import Running, shared_tokens
 
 _CLASSES = (0.0, 0.3, 0.5, 0.7, 0.85, 0.95)  # the least probability of each class of `Trust`

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from moeinf.runtime.gguf.families.latent import KV_B
 from moeinf.runtime.gguf.keys import Keys
-from moeinf.runtime.gguf.latent import KV_B
 from moeinf.runtime.gguf.made import Made
 
 _Sides = tuple[int, ...]

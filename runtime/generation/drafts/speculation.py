@@ -28,10 +28,10 @@ from moeinf.offload.store.compute import MOST_ROWS
 from moeinf.offload.store.expert_store import Stopped
 from moeinf.offload.store.transfer import ExpertReadError
 from moeinf.runtime.engine.engine import Engine
-from moeinf.runtime.generation.draft_gate import DraftGate
+from moeinf.runtime.generation.drafts.draft_gate import DraftGate
+from moeinf.runtime.generation.drafts.lookup import Lookup
+from moeinf.runtime.generation.drafts.model_drafts import ModelDrafts
 from moeinf.runtime.generation.in_flight import Running
-from moeinf.runtime.generation.lookup import Lookup
-from moeinf.runtime.generation.model_drafts import ModelDrafts
 
 Take = Callable[[Running, NDArray[np.float32]], None]
 

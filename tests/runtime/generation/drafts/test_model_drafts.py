@@ -12,11 +12,11 @@ from moeinf.offload.store.transfer import ExpertReadError
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine.draft_engine import DraftEngine
 from moeinf.runtime.engine.engine import Engine
-from moeinf.runtime.generation import model_drafts
-from moeinf.runtime.generation.draft_gate import Account, DraftGate
+from moeinf.runtime.generation.drafts import model_drafts
+from moeinf.runtime.generation.drafts.draft_gate import Account, DraftGate
+from moeinf.runtime.generation.drafts.lookup import Lookup
+from moeinf.runtime.generation.drafts.model_drafts import ModelDrafts, Trust
 from moeinf.runtime.generation.events import Ended, Event, Request
-from moeinf.runtime.generation.lookup import Lookup
-from moeinf.runtime.generation.model_drafts import ModelDrafts, Trust
 from moeinf.runtime.generation.scheduler import Scheduler
 from moeinf.runtime.invalid import InvalidValue
 from moeinf.runtime.library.draft_model import UnusableDraft, find_draft

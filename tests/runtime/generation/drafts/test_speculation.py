@@ -14,9 +14,9 @@ from moeinf.offload.policy import table
 from moeinf.offload.store.transfer import ExpertReadError
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine.engine import Engine
-from moeinf.runtime.generation.draft_gate import DraftGate
+from moeinf.runtime.generation.drafts.draft_gate import DraftGate
+from moeinf.runtime.generation.drafts.lookup import Lookup
 from moeinf.runtime.generation.events import Ended, Event, Failed, Piece, Request
-from moeinf.runtime.generation.lookup import Lookup
 from moeinf.runtime.generation.scheduler import Scheduler
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.requests import Limits, SamplingOptions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moeinf.runtime.generation.lookup import Agreement, Lookup
+from moeinf.runtime.generation.drafts.lookup import Agreement, Lookup
 
 
 @pytest.mark.parametrize(

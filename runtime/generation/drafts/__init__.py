@@ -1,0 +1,1 @@
+"""Drafted tokens, which one pass checks: where they come from, and when they are worth it."""
