@@ -28,19 +28,24 @@ def every_point(request: pytest.FixtureRequest) -> bool:
     return bool(request.param == "all")
 
 
+@pytest.hookimpl(trylast=True)  # after the marks have chosen
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Drop cases of some points that only `-m full` would run: it has the same with more points."""
-    dropped = [
-        item
-        for item in items
-        if isinstance(item, pytest.Function)
-        and item.get_closest_marker("full")
-        and hasattr(item, "callspec")
-        and item.callspec.params.get("every_point") == "some"
-    ]
+    """Drop cases of some points where the same case with more points runs, too."""
+    more = {_case(item) for item in items if _points(item) == "all"}
+    dropped = [item for item in items if _points(item) == "some" and _case(item) in more]
     config.hook.pytest_deselected(items=dropped)
     gone = set(dropped)
     items[:] = [item for item in items if item not in gone]
+
+
+def _points(item: pytest.Item) -> object:
+    return item.callspec.params.get("every_point") if hasattr(item, "callspec") else None
+
+
+def _case(item: pytest.Item) -> str:
+    """Return the name of a case without its points: `every_point` comes first in its id."""
+    name, _, case = item.nodeid.partition("[")
+    return name + case.removeprefix("some").removeprefix("all")
 
 
 @pytest.fixture
