@@ -19,7 +19,7 @@ from moeinf.runtime.library.verify import verify
 from moeinf.runtime.requests import Limits
 from moeinf.runtime.sampling.sampler import SamplingOptions
 from moeinf.runtime.sizes import parse_memory
-from tests.faults.conftest import STRIDE, Tally
+from tests.faults.conftest import EVERY, Tally
 
 PROMPT = "sort owl, fig, zebra, ant"
 
@@ -77,7 +77,7 @@ def test_a_damaged_shard(
 
     with Engine.open(manifest, folder, config, settings) as engine:
         right = ask(engine)
-        count = len(whole) // STRIDE if every_point else 12
+        count = len(whole) if EVERY and every_point else 12
         for path in rng.sample(sorted(whole), count):
             damage(path, rng)
             name = str(path.relative_to(folder))
