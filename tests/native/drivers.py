@@ -86,7 +86,7 @@ KERNEL_FILES = (
 )
 KERNEL_PROGRAMS = tuple(
     Program("kernels_driver", KERNEL_FILES, sanitizer)
-    for sanitizer in ("thread", "address", "undefined")
+    for sanitizer in ("thread", "address,undefined")
 )
 LOST_WAKE_UP = Fault(
     "queue/copy_queue_impl.h", "    changed_.notify_all();\n}", "    changed_.notify_one();\n}"
