@@ -6,10 +6,17 @@ The traceback of a bug goes to the log.
 from __future__ import annotations
 
 from moeinf.cli.output import Output, OutputFailed
-from moeinf.errors import InternalError, as_moeinf
+from moeinf.errors import InternalError, InvalidInput, as_moeinf
 from moeinf.runtime.config import read_environment
 from moeinf.runtime.crash_log import note_bug
 from moeinf.runtime.invalid import InvalidValue
+
+
+class Usage(InvalidInput, ValueError):
+    """The command line combines options or arguments in an invalid way."""
+
+    code = "usage"
+    hint = "`moeinf --help`"
 
 
 def tell(out: Output, error: BaseException) -> int:

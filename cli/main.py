@@ -13,9 +13,8 @@ from typing import Annotated
 
 import typer
 
-from moeinf.cli.errors import tell
+from moeinf.cli.errors import Usage, tell
 from moeinf.cli.lazy import Lazy, LazyCommands, LazyGroup
-from moeinf.cli.options import Usage
 from moeinf.cli.output import Output, flush
 from moeinf.runtime.config import read_environment
 from moeinf.runtime.invalid import InvalidValue

@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from moeinf.errors import InvalidInput
 from moeinf.native import MAX_COMPUTE_THREADS
 from moeinf.offload.gpu_tier.miss_split import MISSES, Miss
 from moeinf.offload.policy.names import POLICY_NAMES
@@ -30,13 +29,6 @@ from moeinf.runtime.names import DEMO, TAGS
 from moeinf.runtime.sizes import MemorySize, parse_memory
 
 _PICTURES = (".png", ".jpg", ".pdf", ".svg")
-
-
-class Usage(InvalidInput, ValueError):
-    """The command line combines options or arguments in an invalid way."""
-
-    code = "usage"
-    hint = "`moeinf --help`"
 
 
 def _memory(text: str) -> MemorySize:

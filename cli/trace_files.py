@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moeinf.cli.options import Usage
+from moeinf.cli.errors import Usage
 
 if TYPE_CHECKING:
     from moeinf.offload.routing.hint_model import HintSource

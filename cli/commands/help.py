@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from moeinf.cli.options import Usage
+from moeinf.cli.errors import Usage
 
 
 def help_of(

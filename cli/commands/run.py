@@ -19,6 +19,7 @@ from moeinf.cli.chat.signals import interruptible, stoppable
 from moeinf.cli.chat.waiting import awaited
 from moeinf.cli.commands.measuring.plan import print_plan
 from moeinf.cli.commands.models.pull import ensure
+from moeinf.cli.errors import Usage
 from moeinf.cli.options import (
     Context,
     Device,
@@ -42,7 +43,6 @@ from moeinf.cli.options import (
     Source,
     Target,
     Threads,
-    Usage,
     engine_config,
 )
 from moeinf.cli.output import Output

@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from moeinf.cli.chat.client import Client, ServerError, serving
-from moeinf.cli.options import Json, Quiet, Usage, installed_models
+from moeinf.cli.errors import Usage
+from moeinf.cli.options import Json, Quiet, installed_models
 from moeinf.cli.output import Output
 from moeinf.errors import NotFound
 from moeinf.runtime.config import read_environment, read_server_environment

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moeinf.cli.options import Usage
+from moeinf.cli.errors import Usage
 from moeinf.offload.gpu_tier.miss_split import MISSES
 from moeinf.runtime.invalid import InvalidValue
 from moeinf.runtime.sizes import parse_size

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moeinf.cli.options import Usage
+from moeinf.cli.errors import Usage
 from moeinf.cli.output import Output
 from moeinf.cli.views import columns as cells
 from moeinf.cli.views.columns import Column, Result, number, percent, print_table

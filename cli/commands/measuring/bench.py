@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moeinf.cli.commands.models.pull import ensure
+from moeinf.cli.errors import Usage
 from moeinf.cli.options import (
     AllColumns,
     Device,
@@ -24,7 +25,6 @@ from moeinf.cli.options import (
     Route,
     SkipBelow,
     Threads,
-    Usage,
     engine_config,
     policy_name,
 )

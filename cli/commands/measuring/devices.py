@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from moeinf.cli.options import Json, Quiet, Usage
+from moeinf.cli.errors import Usage
+from moeinf.cli.options import Json, Quiet
 from moeinf.cli.output import Output
 from moeinf.native import DeviceError
 from moeinf.runtime.config import Settings, read_environment

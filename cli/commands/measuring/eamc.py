@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moeinf.cli.options import InstalledModel, Json, Quiet, Usage, picture_path
+from moeinf.cli.errors import Usage
+from moeinf.cli.options import InstalledModel, Json, Quiet, picture_path
 from moeinf.cli.output import Output
 from moeinf.runtime.config import read_environment
 from moeinf.runtime.library.library import Library

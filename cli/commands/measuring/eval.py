@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moeinf.cli.commands.models.pull import ensure
+from moeinf.cli.errors import Usage
 from moeinf.cli.options import (
     Experts,
     Json,
@@ -20,7 +21,6 @@ from moeinf.cli.options import (
     Route,
     SkipBelow,
     Threads,
-    Usage,
     engine_config,
 )
 from moeinf.cli.output import Output

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moeinf.cli.options import AllColumns, Json, Quiet, Usage, picture_path
+from moeinf.cli.errors import Usage
+from moeinf.cli.options import AllColumns, Json, Quiet, picture_path
 from moeinf.cli.output import Output
 from moeinf.cli.trace_files import Hints, hint_source, read_trace
 from moeinf.cli.views.gpu_replay import (

@@ -10,6 +10,7 @@ import typer
 
 from moeinf.cli.chat.signals import interruptible
 from moeinf.cli.commands.models.pull import ensure
+from moeinf.cli.errors import Usage
 from moeinf.cli.options import (
     Context,
     Json,
@@ -19,7 +20,6 @@ from moeinf.cli.options import (
     Source,
     Target,
     Threads,
-    Usage,
     engine_config,
     installed_models,
 )

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moeinf.cli.options import Json, Quiet, Usage, known_models
+from moeinf.cli.errors import Usage
+from moeinf.cli.options import Json, Quiet, known_models
 from moeinf.cli.output import Output
 from moeinf.runtime.config import Settings, read_environment, read_other_stores
 from moeinf.runtime.hub.resolve import DenseModel, can_be_had, find_source
