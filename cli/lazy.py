@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -80,7 +81,42 @@ def _imported(name: str, place: Lazy) -> Any:
         epilog = getattr(module, "EPILOG", None)
         app.command(name, hidden=place.hidden, epilog=epilog)(found)
     app.callback()(_nothing)
-    return get_group(app).commands[name]
+    return light(get_group(app).commands[name])
+
+
+def light(command: Any) -> Any:
+    """Return the command; what needs no conversion is not converted.
+
+    typer's conversion imports pydantic, which takes as long as a third of `list`.
+    """
+    parameters = command.get_params  # with --help, which is not in command.params
+
+    def get_params(context: Any) -> list[Any]:
+        return [_light(parameter) for parameter in parameters(context)]
+
+    command.get_params = get_params
+    return command
+
+
+def _light(parameter: Any) -> Any:
+    if not isinstance(parameter.process_value, partial):
+        parameter.process_value = partial(_process, parameter, parameter.process_value)
+    return parameter
+
+
+def _process(parameter: Any, convert: Any, context: Any, value: Any) -> Any:
+    """Convert a value unless it is a default of its type, or a text without a parser."""
+    kind = parameter.type_descriptor
+    text = kind.annotation in (str, list[str]) and kind.parameter_info.parser is None
+    typed = not isinstance(kind.annotation, type) or isinstance(value, kind.annotation)
+    missing = value is None or value == ()
+    keep = not parameter.required if missing else text or (typed and value == parameter.default)
+    if not keep:
+        return convert(context, value)
+    if value is None and (parameter.multiple or parameter.nargs == -1):
+        value = ()
+    called = parameter.callback
+    return value if called is None else called(context, parameter, value)
 
 
 def _nothing() -> None: ...

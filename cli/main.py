@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from moeinf.cli.errors import Usage, tell
-from moeinf.cli.lazy import Lazy, LazyCommands, LazyGroup
+from moeinf.cli.lazy import Lazy, LazyCommands, LazyGroup, light
 from moeinf.cli.output import Output, flush
 from moeinf.runtime.config import read_environment
 from moeinf.runtime.invalid import InvalidValue
@@ -78,7 +78,7 @@ def _root(
 @cache
 def command_line() -> LazyGroup:
     """Return the whole command line."""
-    group = typer.main.get_command(app)
+    group = light(typer.main.get_command(app))
     assert isinstance(group, LazyGroup)
     group.commands = LazyCommands(COMMANDS)
     return group
