@@ -15,27 +15,20 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.cells import cell_len
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
-from rich.text import Text
 
 from moeinf.cli.spinner import Spinner
-from moeinf.cli.terminal import columns, is_terminal
+from moeinf.cli.terminal import columns, is_plain, is_terminal
 from moeinf.cli.word_wrap import WordWrap
 from moeinf.errors import Failure, problem
 from moeinf.runtime.visible import json_visible, visible
+
+if TYPE_CHECKING:  # `list` and `ps` into a pipe need no more of rich than `cells`
+    from rich.console import Console
+    from rich.text import Text
 
 _NOTE_EVERY_S = 10.0
 _GAPS = (4, 2, 1)  # spaces between the columns of a table, as the terminal affords
@@ -64,12 +57,23 @@ class Output:
     def __init__(self, json: bool = False, quiet: bool = False) -> None:
         self.json = json
         self.quiet = quiet
-        self.err = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
-        self.console = Console(highlight=False, soft_wrap=True, emoji=False)
         self.wordwrap = True  # of model text, on terminals
         self._wrap, self._stderr_wrap = WordWrap(), WordWrap()
         self._thinking = False  # the last model text was its reasoning
         self._spinner = Spinner(None, "")  # the last one
+
+    @cached_property
+    def console(self) -> Console:
+        return _console(stderr=False)
+
+    @cached_property
+    def err(self) -> Console:
+        return _console(stderr=True)
+
+    @property
+    def _terminal(self) -> Console | None:
+        """The console of stdout; None for a file or a pipe, where rich would add nothing."""
+        return None if "console" not in vars(self) and is_plain(sys.stdout) else self.console
 
     @property
     def _bars(self) -> bool:
@@ -94,7 +98,7 @@ class Output:
         """Print a model's reasoning dimmed on stderr, so that stdout holds only the answer."""
         self._thinking = True
         wrapped = self._thinking_wrap.add(visible(text), self._columns(self.err))
-        self.err.print(Text(wrapped, "dim"), end="")
+        self.err.print(_styled(wrapped, "dim"), end="")
 
     def end_answer(self) -> None:
         """End the line of model text that has begun, also if it was cut off."""
@@ -130,8 +134,11 @@ class Output:
 
     def line(self, text: str = "") -> None:
         """Print a line of a result."""
+        if (console := self._terminal) is None:
+            _write(visible(text) + "\n")
+            return
         with _writing():
-            self.console.print(Text(visible(text)))
+            console.print(_styled(visible(text)))
 
     def done(self, text: str) -> None:
         """Print that a command has succeeded; --quiet leaves it out."""
@@ -145,7 +152,7 @@ class Output:
 
     def prose(self, text: str) -> None:
         """Print a sentence; a terminal narrower than it breaks it between words."""
-        self.line(_broken(text, self.console))
+        self.line(_broken(text, self._terminal))
 
     def explain(self, reading: str, legend: Sequence[tuple[str, str]] = ()) -> None:
         """Print a sentence that reads a table, and its columns' meaning; --quiet leaves it out."""
@@ -157,7 +164,7 @@ class Output:
     def fields(self, pairs: Sequence[tuple[str, str]], to_stderr: bool = False) -> None:
         """Print aligned `label: value` lines; a narrow terminal breaks values between words."""
         width = max((len(label) for label, _ in pairs), default=0) + 2
-        say, console = (self._tell, self.err) if to_stderr else (self.line, self.console)
+        say, console = (self._tell, self.err) if to_stderr else (self.line, self._terminal)
         for label, value in pairs:
             say(f"{label + ':':<{width}}{_broken(value, console, width)}")
 
@@ -169,7 +176,7 @@ class Output:
         """
         lines = [[visible(cell) for cell in line] for line in (columns, *rows)]
         widths = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
-        gap, tables = _fitted(widths, keys, _width(self.console))
+        gap, tables = _fitted(widths, keys, _width(self._terminal))
         for number, shown in enumerate(tables):
             if number:
                 self.line()
@@ -186,7 +193,9 @@ class Output:
             except OutputFailed:
                 hint = ""
         self._spinner.stop()
-        self.err.print(Text.assemble(("Error:", "red"), " ", visible(message)))
+        text = _styled(f"Error: {visible(message)}")
+        text.stylize("red", 0, len("Error:"))
+        self.err.print(text)
         if hint:
             self._tell(f"Try: {hint}")
 
@@ -196,7 +205,7 @@ class Output:
 
     def _tell(self, text: str, style: str = "", end: str = "\n") -> None:
         self._spinner.stop()  # it has the line
-        self.err.print(Text(visible(text), style), end=end)
+        self.err.print(_styled(visible(text), style), end=end)
 
     @contextmanager
     def counting(self, what: str, total: int) -> Iterator[Advance]:
@@ -205,11 +214,13 @@ class Output:
         Without bars, print a note with the same facts every _NOTE_EVERY_S seconds; --json leaves
         it out.
         """
-        bar = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(compact=True),
+        from rich import progress  # 10 ms that `list` and `ps` do not need
+
+        bar = progress.Progress(
+            progress.TextColumn("{task.description}", markup=False),
+            progress.BarColumn(),
+            progress.MofNCompleteColumn(),
+            progress.TimeRemainingColumn(compact=True),
             console=self.err,
             disable=not self._bars,
         )
@@ -237,16 +248,18 @@ class Output:
         The bar of a single file disappears when the file is complete. Without bars, print a note
         per phase.
         """
-        bars = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            DownloadColumn(binary_units=True),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(compact=True),
+        from rich import progress
+
+        bars = progress.Progress(
+            progress.TextColumn("{task.description}", markup=False),
+            progress.BarColumn(),
+            progress.DownloadColumn(binary_units=True),
+            progress.TransferSpeedColumn(),
+            progress.TimeRemainingColumn(compact=True),
             console=self.err,
             disable=not self._bars,
         )
-        phases: dict[str, TaskID] = {}
+        phases: dict[str, progress.TaskID] = {}
 
         def update(phase: str, done: int, total: int) -> None:
             of_a_file = phase.endswith(".safetensors")
@@ -266,12 +279,24 @@ class Output:
                 bars.stop()
 
 
-def _width(console: Console) -> float:
+def _console(stderr: bool) -> Console:
+    from rich.console import Console
+
+    return Console(stderr=stderr, highlight=False, soft_wrap=True, emoji=False)
+
+
+def _styled(text: str, style: str = "") -> Text:
+    from rich.text import Text
+
+    return Text(text, style)
+
+
+def _width(console: Console | None) -> float:
     """Return the columns of a terminal; a file or a pipe has no limit."""
-    return console.width if console.is_terminal else float("inf")
+    return console.width if console is not None and console.is_terminal else float("inf")
 
 
-def _broken(text: str, console: Console, indent: int = 0) -> str:
+def _broken(text: str, console: Console | None, indent: int = 0) -> str:
     """Break a line between words where the terminal ends; indent all but the first line."""
     text, width = visible(text), _width(console) - indent
     if not _LEAST_PROSE <= width < cell_len(text) or "\n" in text:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from rich.cells import set_cell_size
-from rich.console import Console
 
 from moeinf.cli.terminal import columns
 from moeinf.runtime.visible import visible
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 FRAME_S = 0.1  # also the delay before the first frame: short work shows nothing
 _FRAMES = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"

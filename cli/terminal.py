@@ -3,8 +3,20 @@
 from __future__ import annotations
 
 import os
+from typing import IO, TYPE_CHECKING
 
-from rich.console import Console
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_FORCED = ("FORCE_COLOR", "TTY_COMPATIBLE")  # rich takes any stream for a terminal
+
+
+def is_plain(stream: IO[str] | None) -> bool:
+    """Return True for a file or a pipe that rich does not take for a terminal either."""
+    try:
+        return stream is None or not (stream.isatty() or any(map(os.environ.get, _FORCED)))
+    except ValueError:  # it is closed
+        return True
 
 
 def is_terminal(console: Console) -> bool:
