@@ -34,6 +34,7 @@ import moeinf.runtime.library.repack as repack_module
 import moeinf.runtime.library.staging as workplace_module
 from moeinf.runtime.checkpoints.checkpoint import open_checkpoint
 from moeinf.runtime.config import Settings
+from moeinf.runtime.hub import base_repository
 from moeinf.runtime.hub.listing import look_up
 from moeinf.runtime.hub.repository import HubSource
 from moeinf.runtime.hub.resolve import find_source
@@ -45,10 +46,10 @@ from moeinf.runtime.library.sources import LocalSource, Source
 from moeinf.runtime.library.staging import JOURNAL, downloads_of, partial_folder, read_lines
 from moeinf.runtime.library.verify import verify
 from moeinf.runtime.names import ModelName
-from scripts.make_checkpoint import config, make_checkpoint
+from scripts.make_checkpoint import byte_tokenizer, config, make_checkpoint
 from tests.gguf_files import matrices, write_gguf
 from tests.hub_server import Hub, serve
-from tests.shared_processes import try_once
+from tests.shared_processes import tried_once, try_once
 
 NAME = ModelName("victim", "bf16")
 COPY = ModelName("second", "bf16")
@@ -168,13 +169,15 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="moeinf-kill-") as folder:
         place = Path(folder)
+        byte_tokenizer().save(str(place / "tokenizer.json"))  # all pulls here have this one
+        try_once(place / "tokenizer.json")
+        repack_module.try_tokenizer = try_once
+        base_repository._tried = tried_once
         if options.served:
             action = pull_gguf("org/victim") if options.gguf else pull_from_hub
             return try_all(place, options, "pull from the hub", action)
         # Three files; most experts straddle two of them.
         make_checkpoint(place / "checkpoint", config(2, 3, 64, 48, 2), file_bytes=60_000)
-        try_once(place / "checkpoint" / "tokenizer.json")
-        repack_module.try_tokenizer = try_once
         files = place / ("files" if options.gguf else "checkpoint")
         pull = pull_from(place / "checkpoint")
         if options.gguf:

@@ -15,12 +15,14 @@ from typing import Any
 import pytest
 
 from moeinf.runtime.engine import opening
+from moeinf.runtime.hub import base_repository
 from moeinf.runtime.library import repack
 from moeinf.runtime.text.chat_template import TemplateWorker
 from moeinf.runtime.text.tokenizer_trial import try_tokenizer
 
 _workers: dict[str, TemplateWorker] = {}
 _passed: set[bytes] = set()
+_tried = base_repository._tried
 _lock = threading.Lock()
 
 
@@ -48,12 +50,22 @@ def try_once(path: Path) -> None:
         _passed.add(digest)
 
 
+def tried_once(data: bytes) -> bytes:
+    """Try and return a base repository's tokenizer, unless one of the same bytes has passed."""
+    digest = hashlib.sha256(data).digest()
+    if digest not in _passed:
+        _tried(data)
+        _passed.add(digest)
+    return data
+
+
 @contextmanager
 def shared_processes() -> Iterator[None]:
     """Share them in the block, and end them after it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(opening, "TemplateWorker", SharedTemplate)
         patch.setattr(repack, "try_tokenizer", try_once)
+        patch.setattr(base_repository, "_tried", tried_once)
         yield
     for worker in _workers.values():
         worker.close()
