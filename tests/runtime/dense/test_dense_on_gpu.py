@@ -77,7 +77,9 @@ def test_float32_equals_transformers_token_for_token(
     settings, manifest, prompt, expected = pulled(name, tmp_path, 8)
     request.getfixturevalue("strict")
     folder, sizes = Library(settings).folder(manifest.model), manifest.slots
-    for size, miss in zip((sizes.max_bytes, 0, sizes.max_bytes // 2), MISSES, strict=True):
+    cases = list(zip((sizes.max_bytes, 0, sizes.max_bytes // 2), MISSES, strict=True))
+    # A family's layers do not know where experts are: the first one tries all, the others the last.
+    for size, miss in cases if name == CONFIGS[0] else cases[-1:]:
         config = config_of(fake, manifest, None, str(max(size, sizes.min_bytes)), miss)
         with Engine.open(manifest, folder, config, settings) as engine:
             assert greedy(engine, prompt, 8) == expected
