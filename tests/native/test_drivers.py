@@ -51,6 +51,7 @@ def test_real_threads_under_sanitizers(drivers: Drivers, program: Program, tmp_p
 
 
 @pytest.mark.full
+@pytest.mark.timeout(600)  # with its build, beside other builds
 @pytest.mark.parametrize("program", KERNEL_PROGRAMS, ids=lambda p: p.sanitizer)
 def test_kernels_under_sanitizers(drivers: Drivers, program: Program):
     """Every path that this processor has computes the same bits, without a report."""
