@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import secrets
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -23,7 +22,7 @@ class Entry:
 
     def __init__(self, folder: Path, suffix: str, about: msgspec.Struct) -> None:
         """Create, lock and write the file. Raises OSError."""
-        self.path = folder / f"{os.getpid()}-{secrets.token_hex(4)}{suffix}"
+        self.path = folder / f"{os.getpid()}-{os.urandom(4).hex()}{suffix}"
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self._descriptor = os.open(self.path, flags, 0o600)
         try:
