@@ -46,7 +46,6 @@ _PHIMOE = (
     "llama.cpp runs phimoe with RMSNorm in place of LayerNorm, and with a softmax in place of the "
     "sparse mixer: its answers differ from this model's"
 )
-_AFTER = {"post_attention_layernorm": "post_attention_norm"}
 
 
 def written(model_type: str, config: Any) -> Written:
@@ -140,7 +139,6 @@ def _gpt_oss(config: GptOssConfig) -> Written:
         keys,
         range(body.layers),
         copies_embedding=body.tied_embeddings,
-        renamed=_AFTER,
         notes=rounding(body.rope),
     )
 
@@ -255,7 +253,6 @@ def _arctic(config: ArcticConfig) -> Written:
         keys | {"feed_forward_length": moe.intermediate},
         range(body.layers),
         paired={"attn_q": shape.heads, "attn_k": shape.kv_heads},
-        renamed={"post_attention_layernorm": "ffn_norm_exps"},
         notes=rounding(body.rope),
     )
 
@@ -338,7 +335,6 @@ def _glm4_moe(config: SigmoidGqaConfig) -> Written:
         "glm4moe",
         keys | _sigmoid(ffn),
         plan.sparse_layers,
-        renamed=_AFTER,
         notes=rounding(body.rope),
     )
 

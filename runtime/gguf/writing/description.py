@@ -57,7 +57,6 @@ class Written:
     moe_layers     the decoder layer of each MoE layer
     copies_embedding  llama.cpp wants an output head, and the checkpoint ties it to the embedding
     paired         heads of the tensors whose rows are in another order (names.py)
-    renamed        tensors that this architecture names differently, by their names in a layer
     made           tensors that are not written as they are stored, by their names
     prefix         what the names of the decoder's tensors begin with
     factors        divisors of rope's frequencies, by the name of their tensor
@@ -68,7 +67,6 @@ class Written:
     moe_layers: Sequence[int]
     copies_embedding: bool = False
     paired: Mapping[str, int] = field(default_factory=dict)
-    renamed: Mapping[str, str] = field(default_factory=dict)
     made: Mapping[str, Make] = field(default_factory=dict)
     prefix: str = "model."
     factors: Mapping[str, Sequence[float]] = field(default_factory=dict)
