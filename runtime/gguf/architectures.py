@@ -17,6 +17,19 @@ from moeinf.runtime.gguf.families.delta_net import DELTA_MADE, DELTA_MOVES, DELT
 from moeinf.runtime.gguf.families.gemma4 import GEMMA4_NAMES, gemma4_config
 from moeinf.runtime.gguf.families.kimi_delta import KIMI_MADE, KIMI_NAMES
 from moeinf.runtime.gguf.families.latent import KV_B
+from moeinf.runtime.gguf.families.recombined import (
+    ERNIE_MADE,
+    ERNIE_NAMES,
+    HUNYUAN_NAMES,
+    LAGUNA_NAMES,
+    MINIMAX_NAMES,
+    dots1_config,
+    ernie_config,
+    exaone_config,
+    hunyuan_config,
+    laguna_config,
+    minimax_config,
+)
 from moeinf.runtime.gguf.families.usual import (
     AFTER,
     ATTENTION,
@@ -255,6 +268,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "deepseek2": Architecture(
         _deepseek, ATTENTION | MLP | SIGMOID | LATENT, made={"self_attn.kv_b_proj.weight": KV_B}
     ),
+    "dots1": Architecture(dots1_config, ATTENTION | MLP | SIGMOID),
+    "ernie4_5-moe": Architecture(ernie_config, ERNIE_NAMES, made=ERNIE_MADE),
+    "exaone-moe": Architecture(exaone_config, ATTENTION | MLP | SIGMOID),
     "gemma4": Architecture(gemma4_config, GEMMA4_NAMES),
     "glm4moe": Architecture(_glm4, ATTENTION | MLP | SIGMOID | AFTER),
     "gpt-oss": Architecture(
@@ -276,15 +292,18 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         _PAIRED,
         {"shared_mlp.input_linear.weight": _FUSED_SHARED},
     ),
+    "hunyuan-moe": Architecture(hunyuan_config, HUNYUAN_NAMES),
     "kimi-linear": Architecture(
         _kimi_linear, ATTENTION | MLP | SIGMOID | LATENT | KIMI_NAMES, made=KIMI_MADE
     ),
+    "laguna": Architecture(laguna_config, LAGUNA_NAMES),
     "llama": Architecture(
         _mixtral, {**ATTENTION, "ffn_gate_inp": "block_sparse_moe.gate"}, _PAIRED
     ),
     "mimo2": Architecture(
         _mimo, {**ATTENTION, **MLP, **SIGMOID, "attn_sinks.weight": "self_attn.sinks"}
     ),
+    "minimax-m2": Architecture(minimax_config, MINIMAX_NAMES),
     "olmoe": Architecture(_olmoe, ATTENTION | MLP),
     "phimoe": Architecture(_phimoe, {**ATTENTION, "ffn_gate_inp": "block_sparse_moe.gate"}),
     "qwen2moe": Architecture(_qwen2, ATTENTION | MLP | SHARED),

@@ -16,8 +16,6 @@ from moeinf.models.gpt_oss import GptOssConfig
 from moeinf.models.granitemoe import GraniteMoeConfig
 from moeinf.models.layers.decoder import BodyConfig
 from moeinf.models.layers.rope import RopeConfig
-from moeinf.models.layers.sigmoid_decoder import SigmoidGqaConfig
-from moeinf.models.layers.sigmoid_experts import SigmoidExperts
 from moeinf.models.mixtral import MixtralConfig
 from moeinf.models.olmoe import OlmoeConfig
 from moeinf.models.phimoe import PhimoeConfig
@@ -26,6 +24,7 @@ from moeinf.models.qwen3_5_moe import Qwen35MoeConfig
 from moeinf.models.qwen3_moe import Qwen3MoeConfig
 from moeinf.runtime.gguf.writing.delta_net import delta_keys, delta_tensors
 from moeinf.runtime.gguf.writing.description import (
+    SOFTMAX,
     CannotExport,
     Place,
     Shape,
@@ -39,9 +38,9 @@ from moeinf.runtime.gguf.writing.description import (
     windowed,
 )
 from moeinf.runtime.gguf.writing.latent import latent_keys, split_kv_b
-from moeinf.runtime.gguf.writing.writer import Value
+from moeinf.runtime.gguf.writing.recombined import ernie, hunyuan, laguna, minimax
+from moeinf.runtime.gguf.writing.sigmoid import dots1, exaone, glm4, sigmoid_keys
 
-_SOFTMAX, _SIGMOID = 1, 2  # of expert_gating_func
 _PHIMOE = (
     "llama.cpp runs phimoe with RMSNorm in place of LayerNorm, and with a softmax in place of the "
     "sparse mixer: its answers differ from this model's"
@@ -170,7 +169,7 @@ def _deepseek_v2(config: DeepseekV2Config) -> Written:
     body, shape, plan = config.body, config.attention, config.ffn
     refuse("deepseek_v2", {"topk_method = group_limited_greedy": config.groups is not None})
     keys = latent_keys("deepseek_v2", body, shape, plan, config.shared_experts, config.routed_scale)
-    keys["expert_gating_func"] = _SOFTMAX
+    keys["expert_gating_func"] = SOFTMAX
     return Written(
         "deepseek2",
         keys,
@@ -180,24 +179,12 @@ def _deepseek_v2(config: DeepseekV2Config) -> Written:
     )
 
 
-def _sigmoid(ffn: SigmoidExperts) -> dict[str, Value]:
-    """Return the keys of experts chosen by sigmoid scores."""
-    keys: dict[str, Value] = {
-        "expert_gating_func": _SIGMOID,
-        "expert_weights_norm": ffn.renormalise,
-        "expert_weights_scale": float(ffn.scale),
-    }
-    if ffn.groups is not None:
-        keys["expert_group_count"], keys["expert_group_used_count"] = ffn.groups
-    return keys
-
-
 def _deepseek_v3(config: DeepseekV3Config, model_type: str = "deepseek_v3") -> Written:
     body, shape, ffn = config.body, config.attention, config.ffn
     keys = latent_keys(model_type, body, shape, ffn.plan, ffn.shared_experts, ffn.scale)
     return Written(
         "deepseek2",
-        keys | _sigmoid(ffn),
+        keys | sigmoid_keys(ffn),
         ffn.plan.sparse_layers,
         made=split_kv_b(shape),
         notes=(*rounding(body.rope), *_inner_norms(body)),
@@ -320,25 +307,6 @@ def _qwen35(config: Qwen35MoeConfig) -> Written:
     )
 
 
-def _glm4_moe(config: SigmoidGqaConfig) -> Written:
-    body, shape, ffn = config.body, config.attention[0], config.ffn
-    plan = ffn.plan
-    keys = sizes(body, plan.moe) | heads(shape) | rope_keys("glm4_moe", body.rope, config.turning)
-    if plan.dense_intermediate is not None:
-        keys["feed_forward_length"] = plan.dense_intermediate
-    keys |= {
-        "leading_dense_block_count": plan.sparse_layers[0],
-        "expert_feed_forward_length": plan.moe.intermediate,
-        "expert_shared_count": ffn.shared_experts,
-    }
-    return Written(
-        "glm4moe",
-        keys | _sigmoid(ffn),
-        plan.sparse_layers,
-        notes=rounding(body.rope),
-    )
-
-
 _FAMILIES: dict[str, Callable[[Any], Written]] = {
     "qwen3_moe": _qwen3_moe,
     "mixtral": _mixtral,
@@ -347,11 +315,18 @@ _FAMILIES: dict[str, Callable[[Any], Written]] = {
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
     "granitemoe": _granitemoe,
-    "glm4_moe": _glm4_moe,
+    "dots1": dots1,
+    "ernie4_5_moe": ernie,
+    "exaone_moe": exaone,
+    "glm4_moe": partial(glm4, "glm4_moe"),
     "glm4_moe_lite": partial(_deepseek_v3, model_type="glm4_moe_lite"),
+    "hunyuan_v1_moe": hunyuan,
+    "laguna": laguna,
+    "minimax_m2": minimax,
     "olmoe": _olmoe,
     "arctic": _arctic,
     "granitemoeshared": partial(_granitemoe, model_type="granitemoeshared"),
     "phimoe": _phimoe,
     "qwen3_5_moe": _qwen35,
+    "solar_open": partial(glm4, "solar_open"),
 }

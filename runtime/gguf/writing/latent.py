@@ -13,8 +13,10 @@ from moeinf.runtime.gguf.writing.description import (
     Make,
     Place,
     Shape,
+    ffn_sizes,
     refuse,
     rope_keys,
+    scattered,
     sizes,
 )
 from moeinf.runtime.gguf.writing.writer import Value
@@ -26,13 +28,13 @@ def latent_keys(
     model_type: str, body: BodyConfig, shape: MlaShape, plan: FfnPlan, shared: int, scale: float
 ) -> dict[str, Value]:
     """Return the keys of latent attention and DeepSeek's experts. Raises CannotExport."""
-    rope, first = body.rope, plan.sparse_layers[0]
+    rope = body.rope
     yarn = rope.kind == "yarn"
     refuse(
         model_type,
         {
             "attention_bias": shape.bias,
-            "moe_layer_freq": list(plan.sparse_layers) != list(range(first, body.layers)),
+            "moe_layer_freq": scattered(plan, body),
             "attention_factor": rope.attention_factor is not None,
             "an mscale other than mscale_all_dim": yarn and rope.mscale != rope.mscale_all_dim,
             "yarn without mscale_all_dim": yarn and not rope.mscale_all_dim,
@@ -43,8 +45,6 @@ def latent_keys(
     if yarn:
         keys["rope.scaling.yarn_log_multiplier"] = 0.1 * (rope.mscale_all_dim or 0.0)
         keys.pop("rope.scaling.attn_factor", None)  # llama.cpp divides by it here
-    if plan.dense_intermediate is not None:
-        keys["feed_forward_length"] = plan.dense_intermediate
     if body.layers not in _LITE_LAYERS or shape.q_lora is not None:
         keys["attention.q_lora_rank"] = shape.q_lora or 0
     return keys | {
@@ -54,8 +54,7 @@ def latent_keys(
         "attention.value_length": shape.kv_lora,
         "attention.key_length_mla": shape.nope + shape.rope,
         "attention.value_length_mla": shape.value,
-        "leading_dense_block_count": first,
-        "expert_feed_forward_length": plan.moe.intermediate,
+        **ffn_sizes(plan),
         "expert_shared_count": shared,
         "expert_weights_scale": float(scale),
     }

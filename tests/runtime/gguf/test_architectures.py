@@ -59,7 +59,16 @@ SAME += [
     "gemma4-all-experts",
     MIMO,
     KIMI,
+    "minimax-m2",
+    "dots1",
+    "dots1-all-experts",
+    "ernie4.5",
+    "hunyuan-all-experts",
+    "exaone",
+    "solar",
+    "laguna",
 ]
+READ_AS = {"solar_open": "glm4_moe"}  # one architecture of llama.cpp
 
 
 def stored(checkpoint: Checkpoint, form: str = "F32") -> dict[str, bytes]:
@@ -88,8 +97,8 @@ def test_a_file_is_the_checkpoint_that_it_was_made_of(name: str | Tiny, tmp_path
     theirs = without_more_tokens(open_checkpoint(tmp_path / "x"))
     ours = open_gguf(write_gguf(tmp_path / "x", tmp_path / "x.gguf"))
     family = family_of(theirs.config)
-    assert family_of(ours.config) is family
-    assert family.parse(ours.config) == family.parse(theirs.config)
+    assert family_of(ours.config).model_type == READ_AS.get(family.model_type, family.model_type)
+    assert family_of(ours.config).parse(ours.config) == family.parse(theirs.config)
     assert ours.made is not None
     assert json.loads(ours.made["config.json"]) == ours.config
     if family.model_type not in ("qwen3_5_moe", "kimi_linear"):
