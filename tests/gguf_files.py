@@ -45,8 +45,16 @@ ARCHITECTURES = {  # model_type -> GGUF's architecture
     "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
     **RECENT,
 }
-_LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear")
-_PAIRED = ("mixtral", "arctic", "granitemoe", "granitemoeshared")
+_LATENT = (
+    "deepseek_v2",
+    "deepseek_v3",
+    "deepseek_v32",
+    "glm4_moe_lite",
+    "glm_moe_dsa",
+    "kimi_linear",
+    "mistral4",
+)
+_PAIRED = ("mixtral", "arctic", "granitemoe", "granitemoehybrid", "granitemoeshared")
 
 
 def float32(name: str, values: Tensor) -> Kind:
@@ -79,6 +87,8 @@ def write_gguf(
     config = json.loads((folder / "config.json").read_text())
     config = config | config.pop("text_config", {})
     config |= {ours: config[theirs] for theirs, ours in SPELLINGS.items() if theirs in config}
+    if "layers_block_type" in config:
+        config["num_hidden_layers"] = len(config["layers_block_type"])
     if "mlp_layer_types" in config:
         config["first_k_dense_replace"] = config["mlp_layer_types"].count("dense")
     arch = ARCHITECTURES[config["model_type"]]
@@ -102,8 +112,8 @@ def write_gguf(
         if isinstance(eos, int) and eos < count:  # tiny tokenizers lack the original's
             writer.add_eos_token_id(eos)
     for name, values in _converted(stored, config):
-        mapped = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        mapped = mapped or gemma4_scale(name) or named(name)
+        both = (names.get_name(n, (".weight", ".bias")) for n in (name, name[len("model.") :]))
+        mapped = next(filter(None, both), None) or gemma4_scale(name) or named(name)
         assert mapped is not None, name
         kind = type_of(mapped, values)
         if kind == Kind.NVFP4:
@@ -186,6 +196,9 @@ def _key_heads(config: Mapping[str, Any]) -> int | list[int]:
     latent, count = config["model_type"] in _LATENT, config["num_key_value_heads"]
     if config["model_type"] == "kimi_linear":
         return [int(kind == "full_attention") for kind in config["layer_types"]]
+    if config["model_type"] in ("granitemoehybrid", "lfm2_moe", "nemotron_h"):
+        kinds = config.get("layer_types") or config["layers_block_type"]
+        return [count * (kind in ("attention", "full_attention")) for kind in kinds]
     if config["model_type"] == "mimo_v2_flash":
         return [count * (1 + (kind == "sliding_attention")) for kind in config["layer_types"]]
     return 1 if latent else count
@@ -316,7 +329,7 @@ def _changed(name: str, values: Tensor, config: Mapping[str, Any]) -> Named:
     elif family == "granitemoeshared" and ".shared_mlp.input_linear." in name:
         for role, half in zip(("gate", "up"), values.chunk(2), strict=True):
             yield f"model.layers.{name.split('.')[2]}.mlp.shared_expert.{role}_proj.weight", half
-    elif family.startswith("granitemoe") and "moe." in name and "_linear." in name:
+    elif family.startswith("granitemoe") and ".block_sparse_moe." in name and "_linear." in name:
         yield from _fused(name, values, ".input_linear.weight", ".output_linear.weight")
     elif family == "qwen3_5_moe_text" and ".mlp.experts." in name:
         yield from _fused(name, values, ".gate_up_proj", ".down_proj")

@@ -13,8 +13,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeinf.runtime.gguf.families.delta_net import DELTA_MADE, DELTA_MOVES, DELTA_NAMES
+from moeinf.runtime.gguf.families.delta_net import (
+    DELTA_MADE,
+    DELTA_MOVES,
+    DELTA_NAMES,
+    NEXT_MADE,
+    NEXT_NAMES,
+)
 from moeinf.runtime.gguf.families.gemma4 import GEMMA4_NAMES, gemma4_config
+from moeinf.runtime.gguf.families.hybrid import (
+    GRANITE_HYBRID_NAMES,
+    GRANITE_MAMBA,
+    LFM2_MADE,
+    LFM2_NAMES,
+    NEMOTRON_MAMBA,
+    NEMOTRON_NAMES,
+    granite_hybrid_config,
+    lfm2_config,
+    nemotron_config,
+)
 from moeinf.runtime.gguf.families.kimi_delta import KIMI_MADE, KIMI_NAMES
 from moeinf.runtime.gguf.families.latent import KV_B
 from moeinf.runtime.gguf.families.recombined import (
@@ -29,6 +46,12 @@ from moeinf.runtime.gguf.families.recombined import (
     hunyuan_config,
     laguna_config,
     minimax_config,
+)
+from moeinf.runtime.gguf.families.sparse_latent import (
+    INDEXER_NAMES,
+    glm_dsa_config,
+    mistral4_config,
+    v32_config,
 )
 from moeinf.runtime.gguf.families.usual import (
     AFTER,
@@ -245,13 +268,14 @@ def _deepseek(keys: Keys) -> dict[str, Any]:
     return found
 
 
-def _qwen35(keys: Keys) -> dict[str, Any]:
+def _qwen35(keys: Keys, model_type: str = "qwen3_5_moe_text") -> dict[str, Any]:
     heads = keys.count("ssm.time_step_rank")
     kinds = {True: "linear_attention", False: "full_attention"}
     return (
-        body(keys, "qwen3_5_moe_text")
+        body(keys, model_type)
         | qwen_experts(keys)
         | {
+            "attention_bias": keys.side("attn_q.bias", 0) is not None,
             "rope_parameters": keys.partial_rope(),
             "linear_num_key_heads": keys.get("ssm.group_count"),
             "linear_num_value_heads": heads,
@@ -263,15 +287,21 @@ def _qwen35(keys: Keys) -> dict[str, Any]:
     )
 
 
+def _qwen3next(keys: Keys) -> dict[str, Any]:
+    return _qwen35(keys, "qwen3_next")
+
+
+_LATENT_NAMES = ATTENTION | MLP | SIGMOID | LATENT
+_KV_B = {"self_attn.kv_b_proj.weight": KV_B}
 ARCHITECTURES: Mapping[str, Architecture] = {
     "arctic": Architecture(_arctic, ATTENTION | _ARCTIC, _PAIRED),
-    "deepseek2": Architecture(
-        _deepseek, ATTENTION | MLP | SIGMOID | LATENT, made={"self_attn.kv_b_proj.weight": KV_B}
-    ),
+    "deepseek2": Architecture(_deepseek, _LATENT_NAMES, made=_KV_B),
+    "deepseek32": Architecture(v32_config, _LATENT_NAMES | INDEXER_NAMES, made=_KV_B),
     "dots1": Architecture(dots1_config, ATTENTION | MLP | SIGMOID),
     "ernie4_5-moe": Architecture(ernie_config, ERNIE_NAMES, made=ERNIE_MADE),
     "exaone-moe": Architecture(exaone_config, ATTENTION | MLP | SIGMOID),
     "gemma4": Architecture(gemma4_config, GEMMA4_NAMES),
+    "glm-dsa": Architecture(glm_dsa_config, _LATENT_NAMES | INDEXER_NAMES, made=_KV_B),
     "glm4moe": Architecture(_glm4, ATTENTION | MLP | SIGMOID | AFTER),
     "gpt-oss": Architecture(
         _gpt_oss,
@@ -292,11 +322,16 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         _PAIRED,
         {"shared_mlp.input_linear.weight": _FUSED_SHARED},
     ),
-    "hunyuan-moe": Architecture(hunyuan_config, HUNYUAN_NAMES),
-    "kimi-linear": Architecture(
-        _kimi_linear, ATTENTION | MLP | SIGMOID | LATENT | KIMI_NAMES, made=KIMI_MADE
+    "granitehybrid": Architecture(
+        granite_hybrid_config,
+        GRANITE_HYBRID_NAMES,
+        _PAIRED,
+        {"shared_mlp.input_linear.weight": _FUSED_SHARED, **GRANITE_MAMBA},
     ),
+    "hunyuan-moe": Architecture(hunyuan_config, HUNYUAN_NAMES),
+    "kimi-linear": Architecture(_kimi_linear, _LATENT_NAMES | KIMI_NAMES, made=KIMI_MADE),
     "laguna": Architecture(laguna_config, LAGUNA_NAMES),
+    "lfm2moe": Architecture(lfm2_config, LFM2_NAMES, made=LFM2_MADE),
     "llama": Architecture(
         _mixtral, {**ATTENTION, "ffn_gate_inp": "block_sparse_moe.gate"}, _PAIRED
     ),
@@ -304,11 +339,16 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         _mimo, {**ATTENTION, **MLP, **SIGMOID, "attn_sinks.weight": "self_attn.sinks"}
     ),
     "minimax-m2": Architecture(minimax_config, MINIMAX_NAMES),
+    "mistral4": Architecture(mistral4_config, _LATENT_NAMES, made=_KV_B),
+    "nemotron_h_moe": Architecture(nemotron_config, NEMOTRON_NAMES, made=NEMOTRON_MAMBA),
     "olmoe": Architecture(_olmoe, ATTENTION | MLP),
     "phimoe": Architecture(_phimoe, {**ATTENTION, "ffn_gate_inp": "block_sparse_moe.gate"}),
     "qwen2moe": Architecture(_qwen2, ATTENTION | MLP | SHARED),
     "qwen35moe": Architecture(
         _qwen35, ATTENTION | MLP | SHARED | AFTER | DELTA_NAMES, DELTA_MOVES, DELTA_MADE
+    ),
+    "qwen3next": Architecture(
+        _qwen3next, ATTENTION | MLP | SHARED | AFTER | NEXT_NAMES, made=NEXT_MADE
     ),
     "qwen3moe": Architecture(_qwen3, ATTENTION | MLP),
 }

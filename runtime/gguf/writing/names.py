@@ -22,7 +22,7 @@ _BODY = {
 }
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.(.+)")
 _GATES = ("ffn_gate_inp", "ffn_gate_inp_shexp")
-_EXACT = _GATES  # llama.cpp wants them in F32
+_EXACT = (*_GATES, "indexer.proj")  # llama.cpp wants them in F32
 
 
 def places(name: str, shape: tuple[int, ...], about: Written) -> tuple[Place, ...]:
