@@ -154,9 +154,8 @@ def test_gemma4() -> None:
     types = keys["tokenizer.ggml.token_type"]
     assert isinstance(types, np.ndarray)
     assert types.tolist() == [3, 3, 4, 6, 1, 1, 1, 5]
-    again = json.loads(
-        tokenizer_files({**keys, "tokenizer.ggml.bos_token_id": 1})["tokenizer.json"]
-    )
+    stored = {**keys, "tokenizer.ggml.token_type": types.tolist(), "tokenizer.ggml.bos_token_id": 1}
+    again = json.loads(tokenizer_files(stored)["tokenizer.json"])
     assert again["model"]["merges"] == [["\u2581", "a"]]
     assert again["normalizer"] == tokenizer["normalizer"]
 
