@@ -33,12 +33,22 @@ _OLLAMA = {
     "gpt-oss:120b": "gpt-oss-120b",
     "gemma4:26b": "gemma-4-26b-a4b",
     "gemma4:26b-a4b": "gemma-4-26b-a4b",
+    "gemma4:26b-a4b-it": "gemma-4-26b-a4b",
+    "gemma4:26b-a4b-it-qat": "gemma-4-26b-a4b-qat",
     "mixtral:8x7b": "mixtral",
     "mixtral:8x22b": "mixtral-8x22b",
     "qwen3:30b": "qwen3-30b-a3b",
     "qwen3:30b-a3b": "qwen3-30b-a3b",
+    "qwen3:30b-instruct": "qwen3-30b-a3b-2507",
+    "qwen3:30b-a3b-instruct-2507": "qwen3-30b-a3b-2507",
+    "qwen3:30b-thinking": "qwen3-30b-a3b-thinking",
+    "qwen3:30b-a3b-thinking-2507": "qwen3-30b-a3b-thinking",
     "qwen3:235b": "qwen3-235b-a22b",
     "qwen3:235b-a22b": "qwen3-235b-a22b",
+    "qwen3:235b-instruct": "qwen3-235b-a22b-2507",
+    "qwen3:235b-a22b-instruct-2507": "qwen3-235b-a22b-2507",
+    "qwen3:235b-thinking": "qwen3-235b-a22b-thinking",
+    "qwen3:235b-a22b-thinking-2507": "qwen3-235b-a22b-thinking",
     "qwen3-coder:30b": "qwen3-coder-30b-a3b",
     "qwen3-coder:480b": "qwen3-coder-480b-a35b",
     "qwen3-next:80b": "qwen3-next-80b-a3b",
@@ -62,6 +72,8 @@ _OLLAMA = {
     "nemotron-3-nano:30b": "nemotron-3-nano-30b-a3b",
     "nemotron-3-super:120b": "nemotron-3-super-120b-a12b",
 }
+_OLLAMA_BITS = {"q4_k_m": "", "q8_0": ":q8", "fp16": ":bf16", "bf16": ":bf16"}
+_OLLAMA_TAG = re.compile(rf"(.+:.+)-({'|'.join(_OLLAMA_BITS)})")
 OLLAMA = "ollama:"  # before the name of a model in Ollama's store
 MACHINE_STATE = "devices.json"  # in state/, beside the folders of models
 
@@ -114,13 +126,15 @@ def plain(text: str) -> str:
     """Return another spelling of a model as `name[:tag]` or `org/name[:tag]`, in its case.
 
     These are the hub's addresses (hf.co/org/name, https://huggingface.co/org/name), Ollama's tag
-    `latest`, and its tags for sizes (gpt-oss:20b).
+    `latest`, and its tags for sizes (gpt-oss:20b), also with bits (qwen3:30b-a3b-q8_0).
     """
     text = text.strip()
     if address := _HUB.match(text):
         text = _HUB_END.sub("", text[address.end() :], count=1)
     if text.lower().endswith(f":{_LATEST}"):
         text = text[: -len(_LATEST) - 1]
+    if (found := _OLLAMA_TAG.fullmatch(text.lower())) and found[1] in _OLLAMA:
+        return _OLLAMA[found[1]] + _OLLAMA_BITS[found[2]]
     return _OLLAMA.get(text.lower(), text)
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from tests.gguf_blocks import nvfp4, packed
 from tests.gguf_deltas import delta, kimi
 from tests.gguf_gemma4 import add_gemma4_keys, gemma4_scale
+from tests.gguf_recent import NAMES, RECENT, SIGMOID, SPELLINGS, add_recent_keys, changed, named
 
 Named = Iterator[tuple[str, Tensor]]
 TypeOf = Callable[[str, Tensor], Kind]  # (name in the file, values) -> its type
@@ -42,15 +43,18 @@ ARCHITECTURES = {  # model_type -> GGUF's architecture
     "qwen2_moe": gguf.MODEL_ARCH.QWEN2MOE,
     "qwen3_5_moe_text": gguf.MODEL_ARCH.QWEN35MOE,
     "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
+    **RECENT,
 }
-_LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear")
-_KIMI = {  # keys of its config -> those of other families
-    "model_max_length": "max_position_embeddings",
-    "num_expert_group": "n_group",
-    "num_experts_per_token": "num_experts_per_tok",
-    "num_shared_experts": "n_shared_experts",
-}
-_PAIRED = ("mixtral", "arctic", "granitemoe", "granitemoeshared")
+_LATENT = (
+    "deepseek_v2",
+    "deepseek_v3",
+    "deepseek_v32",
+    "glm4_moe_lite",
+    "glm_moe_dsa",
+    "kimi_linear",
+    "mistral4",
+)
+_PAIRED = ("mixtral", "arctic", "granitemoe", "granitemoehybrid", "granitemoeshared")
 
 
 def float32(name: str, values: Tensor) -> Kind:
@@ -82,7 +86,9 @@ def write_gguf(
     """
     config = json.loads((folder / "config.json").read_text())
     config = config | config.pop("text_config", {})
-    config |= {ours: config[theirs] for theirs, ours in _KIMI.items() if theirs in config}
+    config |= {ours: config[theirs] for theirs, ours in SPELLINGS.items() if theirs in config}
+    if "layers_block_type" in config:
+        config["num_hidden_layers"] = len(config["layers_block_type"])
     if "mlp_layer_types" in config:
         config["first_k_dense_replace"] = config["mlp_layer_types"].count("dense")
     arch = ARCHITECTURES[config["model_type"]]
@@ -92,7 +98,8 @@ def write_gguf(
     common = dict(gguf.TensorNameMap.block_mappings_cfg)  # a map of arctic would change it
     with mock.patch.object(gguf.TensorNameMap, "block_mappings_cfg", common):
         names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
-    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch], split_max_tensors=split)
+    written = NAMES.get(config["model_type"], gguf.MODEL_ARCH_NAMES[arch])
+    writer = gguf.GGUFWriter(path, written, split_max_tensors=split)
     _add_keys(writer, config)
     if source:
         writer.add_source_repo_url(f"https://huggingface.co/{source}")
@@ -105,7 +112,8 @@ def write_gguf(
         if isinstance(eos, int) and eos < count:  # tiny tokenizers lack the original's
             writer.add_eos_token_id(eos)
     for name, values in _converted(stored, config):
-        mapped = names.get_name(name, try_suffixes=(".weight", ".bias")) or gemma4_scale(name)
+        both = (names.get_name(n, (".weight", ".bias")) for n in (name, name[len("model.") :]))
+        mapped = next(filter(None, both), None) or gemma4_scale(name) or named(name)
         assert mapped is not None, name
         kind = type_of(mapped, values)
         if kind == Kind.NVFP4:
@@ -188,6 +196,9 @@ def _key_heads(config: Mapping[str, Any]) -> int | list[int]:
     latent, count = config["model_type"] in _LATENT, config["num_key_value_heads"]
     if config["model_type"] == "kimi_linear":
         return [int(kind == "full_attention") for kind in config["layer_types"]]
+    if config["model_type"] in ("granitemoehybrid", "lfm2_moe", "nemotron_h"):
+        kinds = config.get("layer_types") or config["layers_block_type"]
+        return [count * (kind in ("attention", "full_attention")) for kind in kinds]
     if config["model_type"] == "mimo_v2_flash":
         return [count * (1 + (kind == "sliding_attention")) for kind in config["layer_types"]]
     return 1 if latent else count
@@ -243,7 +254,7 @@ def _add_more_keys(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
             add(config[key])
     if family in (*_LATENT, "glm4_moe") and config.get("norm_topk_prob"):
         writer.add_expert_weights_norm(True)
-    if family in ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "kimi_linear", "mimo_v2_flash"):
+    if family in ("deepseek_v3", "glm4_moe", "glm4_moe_lite", *SIGMOID):
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     rope = config.get("rope_parameters") or {}
     if family in ("glm4_moe", "qwen3_5_moe_text"):
@@ -263,6 +274,7 @@ def _add_more_keys(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
         kinds = config["layer_types"]
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in kinds])
         writer.add_float32("mimo2.attention.value_scale", config["attention_value_scale"])
+    add_recent_keys(writer, config)
     if family == "qwen3_5_moe_text":
         inner = config["linear_value_head_dim"] * config["linear_num_value_heads"]
         writer.add_ssm_inner_size(inner)
@@ -317,7 +329,7 @@ def _changed(name: str, values: Tensor, config: Mapping[str, Any]) -> Named:
     elif family == "granitemoeshared" and ".shared_mlp.input_linear." in name:
         for role, half in zip(("gate", "up"), values.chunk(2), strict=True):
             yield f"model.layers.{name.split('.')[2]}.mlp.shared_expert.{role}_proj.weight", half
-    elif family.startswith("granitemoe") and "moe." in name and "_linear." in name:
+    elif family.startswith("granitemoe") and ".block_sparse_moe." in name and "_linear." in name:
         yield from _fused(name, values, ".input_linear.weight", ".output_linear.weight")
     elif family == "qwen3_5_moe_text" and ".mlp.experts." in name:
         yield from _fused(name, values, ".gate_up_proj", ".down_proj")
@@ -329,6 +341,8 @@ def _changed(name: str, values: Tensor, config: Mapping[str, Any]) -> Named:
         yield from _gpt_oss(name, values)
     elif family == "kimi_linear":
         yield kimi(name, values)
+    elif family in RECENT:
+        yield from changed(name, values, config)
     elif name.endswith(".attention_sink_bias"):
         yield name.replace("attention_sink_bias", "sinks.weight"), values
     else:

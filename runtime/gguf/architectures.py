@@ -13,10 +13,58 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeinf.runtime.gguf.families.delta_net import DELTA_MADE, DELTA_MOVES, DELTA_NAMES
+from moeinf.runtime.gguf.families.delta_net import (
+    DELTA_MADE,
+    DELTA_MOVES,
+    DELTA_NAMES,
+    NEXT_MADE,
+    NEXT_NAMES,
+)
 from moeinf.runtime.gguf.families.gemma4 import GEMMA4_NAMES, gemma4_config
+from moeinf.runtime.gguf.families.hybrid import (
+    GRANITE_HYBRID_NAMES,
+    GRANITE_MAMBA,
+    LFM2_MADE,
+    LFM2_NAMES,
+    NEMOTRON_MAMBA,
+    NEMOTRON_NAMES,
+    granite_hybrid_config,
+    lfm2_config,
+    nemotron_config,
+)
 from moeinf.runtime.gguf.families.kimi_delta import KIMI_MADE, KIMI_NAMES
 from moeinf.runtime.gguf.families.latent import KV_B
+from moeinf.runtime.gguf.families.recombined import (
+    ERNIE_MADE,
+    ERNIE_NAMES,
+    HUNYUAN_NAMES,
+    LAGUNA_NAMES,
+    MINIMAX_NAMES,
+    dots1_config,
+    ernie_config,
+    exaone_config,
+    hunyuan_config,
+    laguna_config,
+    minimax_config,
+)
+from moeinf.runtime.gguf.families.sparse_latent import (
+    INDEXER_NAMES,
+    glm_dsa_config,
+    mistral4_config,
+    v32_config,
+)
+from moeinf.runtime.gguf.families.usual import (
+    AFTER,
+    ATTENTION,
+    LATENT,
+    MLP,
+    SHARED,
+    SIGMOID,
+    body,
+    latent_sizes,
+    qwen_experts,
+    sigmoid_experts,
+)
 from moeinf.runtime.gguf.keys import Keys
 from moeinf.runtime.gguf.made import Change, Made
 from moeinf.runtime.gguf.rows import unpaired
@@ -24,44 +72,6 @@ from moeinf.runtime.gguf.rows import unpaired
 _Sides = tuple[int, ...]
 _GATING_SIGMOID = 2
 
-# GGUF's name inside a block -> the name inside a layer. A `.weight` or `.bias` stays.
-_ATTENTION = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-}
-_MLP = {
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_SHARED = {  # one expert that runs for all tokens
-    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-    "ffn_up_shexp": "mlp.shared_expert.up_proj",
-    "ffn_down_shexp": "mlp.shared_expert.down_proj",
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-}
-_SIGMOID = {
-    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
-    "ffn_up_shexp": "mlp.shared_experts.up_proj",
-    "ffn_down_shexp": "mlp.shared_experts.down_proj",
-    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
-}
-_AFTER = {"post_attention_norm": "post_attention_layernorm"}
-_LATENT = {
-    "attn_q_a": "self_attn.q_a_proj",
-    "attn_q_a_norm": "self_attn.q_a_layernorm",
-    "attn_q_b": "self_attn.q_b_proj",
-    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
-    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
-    "attn_kv_b": "self_attn.kv_b_proj",  # in files of before April 2025
-}
 _ARCTIC = {
     "ffn_norm": "residual_layernorm",
     "ffn_gate": "residual_mlp.w1",
@@ -107,26 +117,8 @@ class Architecture:
         return frozenset(part for made in self.made.values() for part in made.parts)
 
 
-def _body(keys: Keys, model_type: str) -> dict[str, Any]:
-    """Return the values that all decoders have."""
-    return {
-        "model_type": model_type,
-        "vocab_size": keys.vocab,
-        "hidden_size": keys.get("embedding_length"),
-        "num_hidden_layers": keys.layers,
-        "num_attention_heads": keys.get("attention.head_count"),
-        "num_key_value_heads": keys.kv_heads,
-        "head_dim": keys.get("attention.key_length"),
-        "max_position_embeddings": keys.get("context_length"),
-        "rms_norm_eps": keys.get("attention.layer_norm_rms_epsilon"),
-        "rope_parameters": keys.rope(),
-        "attention_bias": keys.has_tensor("attn_q.bias"),
-        "num_experts_per_tok": keys.get("expert_used_count"),
-    }
-
-
 def _olmoe(keys: Keys) -> dict[str, Any]:
-    return _body(keys, "olmoe") | {
+    return body(keys, "olmoe") | {
         "intermediate_size": keys.get("feed_forward_length"),
         "num_experts": keys.get("expert_count"),
         "clip_qkv": keys.get("attention.clamp_kqv"),
@@ -135,7 +127,7 @@ def _olmoe(keys: Keys) -> dict[str, Any]:
 
 
 def _mixtral(keys: Keys) -> dict[str, Any]:
-    return _body(keys, "mixtral") | {
+    return body(keys, "mixtral") | {
         "intermediate_size": keys.get("feed_forward_length"),
         "num_local_experts": keys.get("expert_count"),
     }
@@ -143,7 +135,7 @@ def _mixtral(keys: Keys) -> dict[str, Any]:
 
 def _granite(keys: Keys) -> dict[str, Any]:
     shared = keys.get("expert_shared_feed_forward_length") or None
-    return _body(keys, "granitemoeshared" if shared else "granitemoe") | {
+    return body(keys, "granitemoeshared" if shared else "granitemoe") | {
         "shared_intermediate_size": shared,
         "intermediate_size": keys.get("feed_forward_length"),
         "num_local_experts": keys.get("expert_count"),
@@ -155,7 +147,7 @@ def _granite(keys: Keys) -> dict[str, Any]:
 
 
 def _arctic(keys: Keys) -> dict[str, Any]:
-    found = _body(keys, "arctic")
+    found = body(keys, "arctic")
     return found | {
         "intermediate_size": keys.get("feed_forward_length"),
         "num_local_experts": keys.get("expert_count"),
@@ -166,7 +158,7 @@ def _arctic(keys: Keys) -> dict[str, Any]:
 
 
 def _phimoe(keys: Keys) -> dict[str, Any]:
-    return _body(keys, "phimoe") | {
+    return body(keys, "phimoe") | {
         "intermediate_size": keys.get("feed_forward_length"),
         "num_local_experts": keys.get("expert_count"),
         "rope_parameters": keys.long_rope(),
@@ -176,7 +168,7 @@ def _phimoe(keys: Keys) -> dict[str, Any]:
 
 
 def _gpt_oss(keys: Keys) -> dict[str, Any]:
-    found = _body(keys, "gpt_oss")
+    found = body(keys, "gpt_oss")
     return found | {
         "intermediate_size": keys.get("expert_feed_forward_length"),
         "num_local_experts": keys.get("expert_count"),
@@ -187,8 +179,8 @@ def _gpt_oss(keys: Keys) -> dict[str, Any]:
 
 def _qwen2(keys: Keys) -> dict[str, Any]:
     return (
-        _body(keys, "qwen2_moe")
-        | _qwen_experts(keys)
+        body(keys, "qwen2_moe")
+        | qwen_experts(keys)
         | {
             "qkv_bias": keys.has_tensor("attn_q.bias"),
             "norm_topk_prob": keys.get("expert_weights_norm") or False,
@@ -198,38 +190,13 @@ def _qwen2(keys: Keys) -> dict[str, Any]:
 
 def _qwen3(keys: Keys) -> dict[str, Any]:
     # llama.cpp always renormalises.
-    return _body(keys, "qwen3_moe") | _qwen_experts(keys) | {"norm_topk_prob": True}
-
-
-def _qwen_experts(keys: Keys) -> dict[str, Any]:
-    return {
-        "num_experts": keys.get("expert_count"),
-        "intermediate_size": keys.get("feed_forward_length"),
-        "moe_intermediate_size": keys.side("ffn_down_exps.weight", -1),
-        "shared_expert_intermediate_size": keys.side("ffn_down_shexp.weight", -1),
-    }
-
-
-def _sigmoid(keys: Keys) -> dict[str, Any]:
-    """Return the experts' part of DeepSeek's and GLM's configs."""
-    return {
-        "n_routed_experts": keys.get("expert_count"),
-        "n_shared_experts": keys.get("expert_shared_count") or 0,
-        "intermediate_size": keys.get("feed_forward_length"),
-        "moe_intermediate_size": keys.get("expert_feed_forward_length"),
-        "first_k_dense_replace": keys.get("leading_dense_block_count") or 0,
-        "n_group": keys.get("expert_group_count") or 1,
-        "topk_group": keys.get("expert_group_used_count") or 1,
-        "norm_topk_prob": keys.get("expert_weights_norm") or False,
-        "routed_scaling_factor": keys.get("expert_weights_scale") or 1.0,
-        "num_nextn_predict_layers": 0,  # left out
-    }
+    return body(keys, "qwen3_moe") | qwen_experts(keys) | {"norm_topk_prob": True}
 
 
 def _glm4(keys: Keys) -> dict[str, Any]:
     return (
-        _body(keys, "glm4_moe")
-        | _sigmoid(keys)
+        body(keys, "glm4_moe")
+        | sigmoid_experts(keys)
         | {
             "rope_parameters": keys.partial_rope(),
             "use_qk_norm": keys.has_tensor("attn_q_norm.weight"),
@@ -237,29 +204,13 @@ def _glm4(keys: Keys) -> dict[str, Any]:
     )
 
 
-def _latent(keys: Keys) -> dict[str, Any]:
-    """Return the sizes of latent attention."""
-    turned = keys.count("rope.dimension_count")
-    return {
-        "num_key_value_heads": keys.get("attention.head_count"),
-        "head_dim": None,
-        "q_lora_rank": keys.get("attention.q_lora_rank") or None,
-        "kv_lora_rank": keys.get("attention.kv_lora_rank"),
-        "qk_rope_head_dim": turned,
-        "qk_nope_head_dim": keys.count(keys.first("attention.key_length_mla", "key_length"))
-        - turned,
-        "v_head_dim": keys.get(keys.first("attention.value_length_mla", "value_length")),
-        "attention_bias": keys.has_tensor("attn_kv_a_mqa.bias"),
-    }
-
-
 def _kimi_linear(keys: Keys) -> dict[str, Any]:
     kinds = {True: "full_attention", False: "linear_attention"}
     heads = keys.of_layers("attention.head_count_kv")  # 0: a delta layer
     return (
-        _body(keys, "kimi_linear")
-        | _sigmoid(keys)
-        | _latent(keys)
+        body(keys, "kimi_linear")
+        | sigmoid_experts(keys)
+        | latent_sizes(keys)
         | {
             "rope_parameters": None,
             "norm_topk_prob": True,  # llama.cpp knows no other
@@ -282,8 +233,8 @@ def _mimo(keys: Keys) -> dict[str, Any]:
     sliding = rope if theta is None else rope | {"rope_theta": theta}
     sparse = [keys.has_tensor("ffn_gate_inp.weight", block) for block in range(keys.layers)]
     return (
-        _body(keys, "mimo_v2_flash")
-        | _sigmoid(keys)
+        body(keys, "mimo_v2_flash")
+        | sigmoid_experts(keys)
         | {
             "n_shared_experts": 0,
             "norm_topk_prob": True,  # llama.cpp knows no other
@@ -305,25 +256,26 @@ def _deepseek(keys: Keys) -> dict[str, Any]:
     """Return the config of DeepSeek-V2 or -V3, or of GLM-4.7-Flash, which is stored like V3."""
     gating = keys.get("expert_gating_func")
     biased = any(keys.has_tensor("exp_probs_b.bias", block) for block in range(keys.layers))
-    sigmoid = gating == _GATING_SIGMOID or (gating is None and biased)
+    scored = gating == _GATING_SIGMOID or (gating is None and biased)
     glm = keys.file.metadata.get("tokenizer.ggml.pre") == "glm4"
-    found = _body(keys, ("glm4_moe_lite" if glm else "deepseek_v3") if sigmoid else "deepseek_v2")
-    found |= _sigmoid(keys)
-    found |= _latent(keys)
+    found = body(keys, ("glm4_moe_lite" if glm else "deepseek_v3") if scored else "deepseek_v2")
+    found |= sigmoid_experts(keys)
+    found |= latent_sizes(keys)
     found["rope_parameters"] = keys.rope() | keys.mscale()
-    if not sigmoid:
+    if not scored:
         limited = found["n_group"] != 1
         found["topk_method"] = "group_limited_greedy" if limited else "greedy"
     return found
 
 
-def _qwen35(keys: Keys) -> dict[str, Any]:
+def _qwen35(keys: Keys, model_type: str = "qwen3_5_moe_text") -> dict[str, Any]:
     heads = keys.count("ssm.time_step_rank")
     kinds = {True: "linear_attention", False: "full_attention"}
     return (
-        _body(keys, "qwen3_5_moe_text")
-        | _qwen_experts(keys)
+        body(keys, model_type)
+        | qwen_experts(keys)
         | {
+            "attention_bias": keys.side("attn_q.bias", 0) is not None,
             "rope_parameters": keys.partial_rope(),
             "linear_num_key_heads": keys.get("ssm.group_count"),
             "linear_num_value_heads": heads,
@@ -335,18 +287,27 @@ def _qwen35(keys: Keys) -> dict[str, Any]:
     )
 
 
+def _qwen3next(keys: Keys) -> dict[str, Any]:
+    return _qwen35(keys, "qwen3_next")
+
+
+_LATENT_NAMES = ATTENTION | MLP | SIGMOID | LATENT
+_KV_B = {"self_attn.kv_b_proj.weight": KV_B}
 ARCHITECTURES: Mapping[str, Architecture] = {
-    "arctic": Architecture(_arctic, _ATTENTION | _ARCTIC, _PAIRED),
-    "deepseek2": Architecture(
-        _deepseek, _ATTENTION | _MLP | _SIGMOID | _LATENT, made={"self_attn.kv_b_proj.weight": KV_B}
-    ),
+    "arctic": Architecture(_arctic, ATTENTION | _ARCTIC, _PAIRED),
+    "deepseek2": Architecture(_deepseek, _LATENT_NAMES, made=_KV_B),
+    "deepseek32": Architecture(v32_config, _LATENT_NAMES | INDEXER_NAMES, made=_KV_B),
+    "dots1": Architecture(dots1_config, ATTENTION | MLP | SIGMOID),
+    "ernie4_5-moe": Architecture(ernie_config, ERNIE_NAMES, made=ERNIE_MADE),
+    "exaone-moe": Architecture(exaone_config, ATTENTION | MLP | SIGMOID),
     "gemma4": Architecture(gemma4_config, GEMMA4_NAMES),
-    "glm4moe": Architecture(_glm4, _ATTENTION | _MLP | _SIGMOID | _AFTER),
+    "glm-dsa": Architecture(glm_dsa_config, _LATENT_NAMES | INDEXER_NAMES, made=_KV_B),
+    "glm4moe": Architecture(_glm4, ATTENTION | MLP | SIGMOID | AFTER),
     "gpt-oss": Architecture(
         _gpt_oss,
         {
-            **_ATTENTION,
-            **_AFTER,
+            **ATTENTION,
+            **AFTER,
             "ffn_gate_inp": "mlp.router",
             "attn_sinks.weight": "self_attn.sinks",
         },
@@ -354,27 +315,40 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "granitemoe": Architecture(
         _granite,
         {
-            **_ATTENTION,
+            **ATTENTION,
             "ffn_gate_inp": "block_sparse_moe.router.layer",
             "ffn_down_shexp": "shared_mlp.output_linear",
         },
         _PAIRED,
         {"shared_mlp.input_linear.weight": _FUSED_SHARED},
     ),
-    "kimi-linear": Architecture(
-        _kimi_linear, _ATTENTION | _MLP | _SIGMOID | _LATENT | KIMI_NAMES, made=KIMI_MADE
+    "granitehybrid": Architecture(
+        granite_hybrid_config,
+        GRANITE_HYBRID_NAMES,
+        _PAIRED,
+        {"shared_mlp.input_linear.weight": _FUSED_SHARED, **GRANITE_MAMBA},
     ),
+    "hunyuan-moe": Architecture(hunyuan_config, HUNYUAN_NAMES),
+    "kimi-linear": Architecture(_kimi_linear, _LATENT_NAMES | KIMI_NAMES, made=KIMI_MADE),
+    "laguna": Architecture(laguna_config, LAGUNA_NAMES),
+    "lfm2moe": Architecture(lfm2_config, LFM2_NAMES, made=LFM2_MADE),
     "llama": Architecture(
-        _mixtral, {**_ATTENTION, "ffn_gate_inp": "block_sparse_moe.gate"}, _PAIRED
+        _mixtral, {**ATTENTION, "ffn_gate_inp": "block_sparse_moe.gate"}, _PAIRED
     ),
     "mimo2": Architecture(
-        _mimo, {**_ATTENTION, **_MLP, **_SIGMOID, "attn_sinks.weight": "self_attn.sinks"}
+        _mimo, {**ATTENTION, **MLP, **SIGMOID, "attn_sinks.weight": "self_attn.sinks"}
     ),
-    "olmoe": Architecture(_olmoe, _ATTENTION | _MLP),
-    "phimoe": Architecture(_phimoe, {**_ATTENTION, "ffn_gate_inp": "block_sparse_moe.gate"}),
-    "qwen2moe": Architecture(_qwen2, _ATTENTION | _MLP | _SHARED),
+    "minimax-m2": Architecture(minimax_config, MINIMAX_NAMES),
+    "mistral4": Architecture(mistral4_config, _LATENT_NAMES, made=_KV_B),
+    "nemotron_h_moe": Architecture(nemotron_config, NEMOTRON_NAMES, made=NEMOTRON_MAMBA),
+    "olmoe": Architecture(_olmoe, ATTENTION | MLP),
+    "phimoe": Architecture(_phimoe, {**ATTENTION, "ffn_gate_inp": "block_sparse_moe.gate"}),
+    "qwen2moe": Architecture(_qwen2, ATTENTION | MLP | SHARED),
     "qwen35moe": Architecture(
-        _qwen35, _ATTENTION | _MLP | _SHARED | _AFTER | DELTA_NAMES, DELTA_MOVES, DELTA_MADE
+        _qwen35, ATTENTION | MLP | SHARED | AFTER | DELTA_NAMES, DELTA_MOVES, DELTA_MADE
     ),
-    "qwen3moe": Architecture(_qwen3, _ATTENTION | _MLP),
+    "qwen3next": Architecture(
+        _qwen3next, ATTENTION | MLP | SHARED | AFTER | NEXT_NAMES, made=NEXT_MADE
+    ),
+    "qwen3moe": Architecture(_qwen3, ATTENTION | MLP),
 }

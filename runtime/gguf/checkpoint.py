@@ -28,6 +28,7 @@ from moeinf.runtime.gguf.vocabulary import tokenizer_files
 _TOP = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
+    "token_embd_norm.weight": "model.norm.weight",  # so named in lfm2moe
     "output_norm.bias": "model.norm.bias",
     "output.weight": "lm_head.weight",
     "output.bias": "lm_head.bias",
@@ -36,6 +37,7 @@ _BLOB = re.compile(r"sha256-[0-9a-f]{64}")
 _BLOCK = re.compile(r"blk\.(0|[1-9]\d{0,8})\.(.+)")
 _STACKED = re.compile(r"ffn_(gate|up|down|gate_up)_exps\.(weight|bias)")
 _ALONE = re.compile(r"ffn_(gate|up|down)\.(0|[1-9]\d{0,8})\.weight")  # files of 2024
+_CENTRED = ("qwen35moe", "qwen3next")  # norms are stored plus 1
 _NULL = ("q_lora_rank",)  # null has a meaning
 # Factors of NVFP4 matrices, and of activations, which have more bits here.
 _SCALE, _INPUT_SCALE = ".scale", ".input_scale"
@@ -143,7 +145,7 @@ def _sparse_layers(keys: Keys) -> Mapping[int, int]:
 
 def _top(keys: Keys, tensor: SourceTensor) -> SourceTensor:
     """Return a tensor outside the blocks as our families have it."""
-    if keys.name != "qwen35moe" or tensor.name != "output_norm.weight":
+    if keys.name not in _CENTRED or tensor.name != "output_norm.weight":
         return tensor
     return replace(tensor, recipe=Recipe((tensor,), minus_one(keys, tensor.shape)[1]))
 

@@ -4,7 +4,7 @@ A GGUF file has only a name, `tokenizer.ggml.pre`. The names are those of llama.
 `src/llama-vocab.cpp`. The expressions are those of the models' own tokenizer.json. llama.cpp
 approximates some of them: combining marks (`\p{M}`) are no part of a word in `gpt-4o`, `tekken` and
 `kimi-k2`, case does not cut a word in `kimi-k2`, and spaces beyond ASCII match no range in
-`deepseek-llm` and `deepseek-coder`.
+`deepseek-llm` and `deepseek-coder`. Those of `laguna` are llama.cpp's own.
 """
 
 from __future__ import annotations
@@ -63,6 +63,12 @@ def _class_of(ranges: str) -> str:
     return "[" + "".join("-".join(f"\\x{{{end}}}" for end in ends) for ends in parts) + "]"
 
 
+_EXAONE_MOE = (
+    rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+
+
 @dataclass(frozen=True)
 class Words:
     """The steps from a text to the words in which BPE merges.
@@ -76,7 +82,7 @@ class Words:
     raw: bool = False  # SentencePiece's space and <0x0A> for bytes, in place of byte-level letters
 
 
-_DIGITS, _THREE = r"\p{N}", r"\p{N}{1,3}"
+_DIGITS, _THREE, _LINES = r"\p{N}", r"\p{N}{1,3}", r"[^\n]+|\n+"
 _DIGITS_FIRST = Words((_DIGITS, _GPT2))
 _PLAIN = Words((_GPT2,))
 _V3 = Words((_THREE, _HAN_KANA, _DEEPSEEK3))
@@ -100,13 +106,15 @@ _NAMES: dict[str, Words] = {
     "tekken": Words((_TEKKEN,), whole_words=True, adds_bos=True),
     "gpt-4o llama4 kanana2 minimax-m2": Words((_GPT4O,)),
     "kimi-k2": Words((_KIMI,)),
+    "exaone-moe": Words((_EXAONE_MOE,)),
+    "laguna": Words((_LINES, _QWEN2)),
     "bailingmoe bailingmoe2 llada-moe": Words(
         (
             r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}"
             r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
         )
     ),
-    "gemma4": Words((r"[^\n]+|\n+",), adds_bos=True, raw=True),
-    "sarvam-moe": Words((r"[^\n]+|\n+",), raw=True),
+    "gemma4": Words((_LINES,), adds_bos=True, raw=True),
+    "sarvam-moe": Words((_LINES,), raw=True),
 }
 WORDS = {name: words for names, words in _NAMES.items() for name in names.split()}

@@ -1,7 +1,7 @@
 """Separate a model's thinking from its answer while the text streams.
 
-Three formats are known: `<think>…</think>` (Qwen3, DeepSeek-R1, GLM-4.5), `<|channel>thought …
-<channel|>` (Gemma 4) and harmony (gpt-oss). The messages of harmony are
+Four formats are known: `<think>…</think>` (Qwen3, DeepSeek-R1, GLM-4.5), `<|channel>thought …
+<channel|>` (Gemma 4), turns (Solar-Open) and harmony (gpt-oss). The messages of harmony are
 
     <|channel|>NAME<|message|>TEXT<|end|>      NAME: analysis (thinking), commentary, final
     <|channel|>commentary to=functions.TOOL <|constrain|>json<|message|>ARGUMENTS<|call|>
@@ -20,6 +20,8 @@ Kind = Literal["thinking", "answer", "call"]
 OPEN, CLOSE = "<think>", "</think>"
 _OPEN_CHANNEL, _CLOSE_CHANNEL = "<|channel>", "<channel|>"
 _CHANNEL, _MESSAGE = "<|channel|>", "<|message|>"
+_TURNS: dict[str, Kind] = {"<|think|>": "thinking", "<|content|>": "answer"}
+_TURN_ENDS, _CALLS, _CALLS_END = ("<|end|>", "<|begin|>"), "<|tool_calls|>", "<|calls|>"
 _ENDS = ("<|end|>", "<|return|>", "<|call|>")
 _START = "<|start|>"
 _RECIPIENT = re.compile(r"\bto=")
@@ -157,6 +159,34 @@ class ChannelParser(_Marked):
         return iter(())
 
 
+class TurnsParser(_Marked):
+    """The parser of Solar's turns, each `<|begin|>assistant<|think|>…<|end|>` or <|content|>.
+
+    Calls have a turn `<|tool_calls|>…<|calls|>`, which is part of the answer. A prompt ends with
+    `<|begin|>assistant`, so the stream starts with a mark. Without one all text is the answer.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self._ends: tuple[str, ...] = _TURN_ENDS
+        self._begun = False
+
+    def rest(self) -> Iterator[tuple[Kind, str]]:
+        if not self._begun:
+            self._become("answer")
+        yield from super().rest()
+
+    def _marks(self) -> tuple[str, ...]:
+        return (*_TURNS, _CALLS) if self._kind is None else self._ends
+
+    def _met(self, mark: str, before: str) -> Iterator[tuple[Kind, str]]:
+        self._begun = True
+        opens = self._kind is None
+        self._ends = (_CALLS_END,) if mark == _CALLS else _TURN_ENDS
+        self._become(_TURNS.get(mark, "answer") if opens else None)
+        return iter(())
+
+
 class HarmonyParser(_Marked):
     """The parser of gpt-oss. `final`, and `commentary` without a recipient, are the answer.
 
@@ -216,6 +246,11 @@ def has_channels(template: str | None) -> bool:
     return template is not None and _OPEN_CHANNEL in template and _CLOSE_CHANNEL in template
 
 
+def has_turns(template: str | None) -> bool:
+    """Return True if a chat template writes turns, whose special tokens must be decoded."""
+    return template is not None and all(mark in template for mark in _TURNS)
+
+
 def marks_of(template: str | None) -> tuple[str, str]:
     """Return the tokens that begin and end thinking in the answer of a template without harmony."""
     return (_OPEN_CHANNEL, _CLOSE_CHANNEL) if has_channels(template) else (OPEN, CLOSE)
@@ -224,7 +259,9 @@ def marks_of(template: str | None) -> tuple[str, str]:
 def thinks(template: str | None) -> bool:
     """Return True if a model with this chat template can think before it answers."""
     return template is not None and (
-        is_harmony(template) or any(word in template for word in (OPEN, CLOSE, "enable_thinking"))
+        is_harmony(template)
+        or has_turns(template)
+        or any(word in template for word in (OPEN, CLOSE, "enable_thinking"))
     )
 
 
@@ -246,6 +283,8 @@ def parser_for(template: str | None, prompt: str) -> Parser:
         return HarmonyParser()
     if has_channels(template):
         return ChannelParser()
+    if has_turns(template):
+        return TurnsParser()
     opened = prompt.rstrip().endswith(OPEN)
     return ThinkParser(inside=opened, trims=thinks(template))
 

@@ -23,7 +23,7 @@ from moeinf.errors import UnusableInput
 from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint, read_json
 from moeinf.runtime.regular_files import read_regular
 from moeinf.runtime.requests import MAX_TEXT_BYTES, PromptTooLong
-from moeinf.runtime.text.reasoning import has_channels, is_harmony
+from moeinf.runtime.text.reasoning import has_channels, has_turns, is_harmony
 from moeinf.runtime.text.special_spans import SpecialSpans
 from moeinf.runtime.text.tool_calls import format_of
 
@@ -97,8 +97,8 @@ class Tokenizer:
             raise BadCheckpoint(f"{path} cannot be read: {error}") from None
         form = format_of(self.chat_template)
         marks_calls = form is not None and any(t in form.open for t in self._special)
-        channels = is_harmony(self.chat_template) or has_channels(self.chat_template)
-        self._shows_special = channels or marks_calls
+        shown = any(f(self.chat_template) for f in (is_harmony, has_channels, has_turns))
+        self._shows_special = shown or marks_calls
 
     def _load(self, path: Path) -> None:
         """Load tokenizer.json. Raises TokenizerFailed."""

@@ -13,6 +13,7 @@ that it did not name.
     <|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0…                     Kimi-K2
     <minimax:tool_call><invoke name="NAME"><parameter name="P">V</parameter>…         MiniMax-M2
     <|tool_call_start|>[NAME(P=V)]<|tool_call_end|>                                       LFM2
+    <|tool_call:begin|>ID<|tool_call:name|>NAME<|tool_call:args|>{…}<|tool_call:end|>  Solar-Open
     <｜DSML｜function_calls><｜DSML｜invoke name="NAME">…</｜DSML｜invoke>…         DeepSeek-V3.2
 """
 
@@ -113,13 +114,18 @@ def _tagged(body: str, tools: Sequence[Tool]) -> list[Call]:
 
 
 def _json(body: str, tools: Sequence[Tool]) -> list[Call]:
+    found = _loaded(load_json, body)
+    return _all([_checked(one, tools) for one in (found if isinstance(found, list) else [found])])
+
+
+def _loaded(load: Callable[[str], Any], text: str) -> Any:
+    """Return what `load` makes of a text, or None for an invalid one. Raises Unfinished."""
     try:
-        found = load_json(body)
+        return load(text)
     except Unfinished:
         raise
     except ValueError:
-        return []
-    return _all([_checked(one, tools) for one in (found if isinstance(found, list) else [found])])
+        return None
 
 
 _FUNCTION = re.compile(r"<function=([^>\n]+)>(.*)</function>", re.DOTALL)
@@ -251,25 +257,28 @@ def _pair(text: str) -> tuple[str, str] | None:
 
 
 def _python(body: str, tools: Sequence[Tool]) -> list[Call]:
-    try:
-        found = load_calls(body)
-    except Unfinished:
-        raise
-    except ValueError:
-        return []
+    found = _loaded(load_calls, body) or ()
     return _all([_checked({"name": n, "arguments": a}, tools) for n, a in found])
 
 
 def _bare_keys(body: str, tools: Sequence[Tool]) -> list[Call]:
-    """Parse one call of Gemma 4. Raises Unfinished."""
+    """Parse one call of Gemma 4, whose arguments are JSON if it was forced. Raises Unfinished."""
     name, mark, rest = body.strip().removeprefix("call:").partition("{")
-    try:
-        call = call_of(name.strip(), json_of_bare_keys(mark + rest), tools)
-    except Unfinished:
-        raise
-    except ValueError:
-        return []
-    return _all([call])
+    quoted = rest.lstrip().startswith('"')
+    arguments = mark + rest if quoted else _loaded(json_of_bare_keys, mark + rest)
+    found = _loaded(load_json, arguments or "")
+    return _all([_checked({"name": name.strip(), "arguments": found}, tools)])
+
+
+_SOLAR_NAME, _SOLAR_ARGUMENTS = "<|tool_call:name|>", "<|tool_call:args|>"
+_SOLAR_ID = "a1b2c3d4e5"  # the example of its template; a client gets an id of ours
+
+
+def _solar(body: str, tools: Sequence[Tool]) -> list[Call]:
+    """Parse one call of Solar-Open: an id, a name, and JSON. Raises Unfinished."""
+    name, _, arguments = body.partition(_SOLAR_NAME)[2].partition(_SOLAR_ARGUMENTS)
+    found = _loaded(load_json, arguments)
+    return _all([_checked({"name": name.strip(), "arguments": found}, tools)])
 
 
 _DSML_INVOKE = re.compile(
@@ -348,6 +357,15 @@ def _kimi_between(name: str) -> tuple[str, str]:
     return before, f"{_KIMI_END}<|tool_calls_section_end|>"
 
 
+def _gemma_between(name: str) -> tuple[str, str]:
+    return f"<|tool_call>call:{name}", "<tool_call|>"
+
+
+def _solar_between(name: str) -> tuple[str, str]:
+    before = f"<|tool_call:begin|>{_SOLAR_ID}{_SOLAR_NAME}{name}{_SOLAR_ARGUMENTS}"
+    return before, "<|tool_call:end|>"
+
+
 _LFM2 = Format("<|tool_call_start|>", "<|tool_call_end|>", _python)
 FORMATS = (
     Format("<tool_call>", "</tool_call>", _tagged, bare=Format("<function=", "</function>", _bare)),
@@ -359,7 +377,10 @@ FORMATS = (
         unless=("<arg_key>",),
     ),
     Format("<minimax:tool_call>", "</minimax:tool_call>", _invoked),
-    Format("<|tool_call>", "<tool_call|>", _bare_keys),
+    Format("<|tool_call>", "<tool_call|>", _bare_keys, _gemma_between),
+    Format(
+        "<|tool_call:begin|>", "<|tool_call:end|>", _solar, _solar_between, id_length=len(_SOLAR_ID)
+    ),
     Format("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", _deepseek),
     Format("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", _kimi, _kimi_between),
     _LFM2,

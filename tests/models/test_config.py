@@ -180,6 +180,8 @@ def test_absurd_rope(values: dict[str, Any]) -> None:
         ("hunyuan", {"use_cla": True}, "use_cla = true is not supported"),
         ("hunyuan", {"moe_topk": [1, 2]}, "moe_topk = a list"),
         ("exaone", {"sliding_window": None}, "sliding_window = null"),
+        ("dots1", {"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
+        ("granite-shared", {"shared_intermediate_size": -1}, "shared_intermediate_size"),
         ("solar", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
         ("lfm2", {"layer_types": ["conv"] * 4}, "no layer has attention"),
         ("laguna", {"gating": False}, "gating must be per-head or per-element"),

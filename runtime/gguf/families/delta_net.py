@@ -1,7 +1,11 @@
-"""Restore the tensors of Qwen3.5: llama.cpp stores value heads in another order.
+"""Restore the tensors of Qwen3.5 and Qwen3-Next, which llama.cpp stores in another order.
 
-Several value heads share a key head. A checkpoint has them side by side; llama.cpp has first one of
-each key head, then the second ones. It also stores norms plus 1, and decay rates as -exp(A_log).
+Several value heads share a key head. A checkpoint of Qwen3.5 has them side by side; llama.cpp has
+first one of each key head, then the second ones. In Qwen3-Next a checkpoint has one input matrix
+with the rows of a key head side by side: q, k, its value heads, their gates. llama.cpp has all q,
+all k and all values in one matrix, and the gates in another.
+
+Norms are stored plus 1, decay rates as -exp(A_log).
 """
 
 from __future__ import annotations
@@ -77,6 +81,31 @@ def _kernel(keys: Keys, sides: _Sides) -> tuple[_Sides, _Make]:
     return (sides[0], 1, sides[-1]), _values_grouped(keys)
 
 
+def _inputs(keys: Keys, mixed: _Sides, gates: _Sides) -> tuple[_Sides, Callable[..., Tensor]]:
+    """Put the rows of a key head side by side, from [q, k, v of all heads] and [z of all heads]."""
+    key_heads, heads, width = _sizes(keys)
+    values = heads * width
+    if mixed[0] <= values or (mixed[0] - values) % (2 * key_heads) or gates != (values, *mixed[1:]):
+        raise keys.bad("has attn_qkv and attn_gate of shapes that do not fit")
+
+    def make(qkv: Tensor, z: Tensor) -> Tensor:
+        one = (len(qkv) - values) // 2
+        parts = (*torch.split(qkv, [one, one, values]), z)
+        grouped = [part.reshape(key_heads, -1, *part.shape[1:]) for part in parts]
+        return torch.cat(grouped, 1).reshape(-1, *qkv.shape[1:])
+
+    return (mixed[0] + values, *mixed[1:]), make
+
+
+def _plain_rates(_keys: Keys, sides: _Sides) -> tuple[_Sides, _Make]:
+    return sides, lambda values: (-values).log()
+
+
+def _plain_kernel(_keys: Keys, sides: _Sides) -> tuple[_Sides, _Make]:
+    shape = sides[0], 1, sides[-1]
+    return shape, lambda values: values.view(shape)
+
+
 def minus_one(_keys: Keys, sides: _Sides) -> tuple[_Sides, _Make]:
     """Restore a norm that is stored plus 1."""
     return sides, partial(torch.add, other=-1.0)
@@ -95,13 +124,31 @@ DELTA_MOVES: dict[str, Change] = {
     "ssm_alpha": _heads_grouped,
     "ssm_beta": _heads_grouped,
 }
+_NORMS = {
+    "input_layernorm.weight": Made(("attn_norm.weight",), minus_one),
+    "post_attention_layernorm.weight": Made(("post_attention_norm.weight",), minus_one),
+    "self_attn.q_norm.weight": Made(("attn_q_norm.weight",), minus_one),
+    "self_attn.k_norm.weight": Made(("attn_k_norm.weight",), minus_one),
+}
 DELTA_MADE = {
     "linear_attn.out_proj.weight": Made(("ssm_out.weight",), _output, sliced=True),
     "linear_attn.A_log": Made(("ssm_a",), _rates),
     "linear_attn.dt_bias": Made(("ssm_dt.bias",), _steps),
     "linear_attn.conv1d.weight": Made(("ssm_conv1d.weight",), _kernel),
-    "input_layernorm.weight": Made(("attn_norm.weight",), minus_one),
-    "post_attention_layernorm.weight": Made(("post_attention_norm.weight",), minus_one),
-    "self_attn.q_norm.weight": Made(("attn_q_norm.weight",), minus_one),
-    "self_attn.k_norm.weight": Made(("attn_k_norm.weight",), minus_one),
+    **_NORMS,
+}
+NEXT_NAMES = {
+    "ssm_in": "linear_attn.in_proj_qkvz",  # in files of 2025
+    "ssm_ba": "linear_attn.in_proj_ba",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+}
+NEXT_MADE = {
+    "linear_attn.in_proj_qkvz.weight": Made(
+        ("attn_qkv.weight", "attn_gate.weight"), _inputs, moves_rows=True
+    ),
+    "linear_attn.A_log": Made(("ssm_a",), _plain_rates),
+    "linear_attn.conv1d.weight": Made(("ssm_conv1d.weight",), _plain_kernel),
+    **_NORMS,
 }

@@ -10,25 +10,16 @@ from functools import partial
 from typing import Any
 
 from moeinf.models.arctic import ArcticConfig
-from moeinf.models.deepseek_v2 import DeepseekV2Config
-from moeinf.models.deepseek_v3 import DeepseekV3Config
 from moeinf.models.gpt_oss import GptOssConfig
-from moeinf.models.granitemoe import GraniteMoeConfig
-from moeinf.models.layers.decoder import BodyConfig
 from moeinf.models.layers.rope import RopeConfig
-from moeinf.models.layers.sigmoid_decoder import SigmoidGqaConfig
-from moeinf.models.layers.sigmoid_experts import SigmoidExperts
 from moeinf.models.mixtral import MixtralConfig
 from moeinf.models.olmoe import OlmoeConfig
 from moeinf.models.phimoe import PhimoeConfig
 from moeinf.models.qwen2_moe import Qwen2MoeConfig
-from moeinf.models.qwen3_5_moe import Qwen35MoeConfig
 from moeinf.models.qwen3_moe import Qwen3MoeConfig
-from moeinf.runtime.gguf.writing.delta_net import delta_keys, delta_tensors
+from moeinf.runtime.gguf.writing.delta_net import qwen3_next, qwen35
 from moeinf.runtime.gguf.writing.description import (
     CannotExport,
-    Place,
-    Shape,
     Written,
     heads,
     refuse,
@@ -38,15 +29,23 @@ from moeinf.runtime.gguf.writing.description import (
     stretched,
     windowed,
 )
-from moeinf.runtime.gguf.writing.latent import latent_keys, split_kv_b
-from moeinf.runtime.gguf.writing.writer import Value
+from moeinf.runtime.gguf.writing.hybrid import granite_hybrid, granitemoe, lfm2, nemotron
+from moeinf.runtime.gguf.writing.latent import (
+    deepseek_v2,
+    deepseek_v3,
+    glm_dsa,
+    kimi_linear,
+    mistral4,
+    v32,
+)
+from moeinf.runtime.gguf.writing.recombined import ernie, hunyuan, laguna, minimax
+from moeinf.runtime.gguf.writing.sigmoid import dots1, exaone, glm4
+from moeinf.runtime.gguf.writing.windowed import gemma4, mimo
 
-_SOFTMAX, _SIGMOID = 1, 2  # of expert_gating_func
 _PHIMOE = (
     "llama.cpp runs phimoe with RMSNorm in place of LayerNorm, and with a softmax in place of the "
     "sparse mixer: its answers differ from this model's"
 )
-_AFTER = {"post_attention_layernorm": "post_attention_norm"}
 
 
 def written(model_type: str, config: Any) -> Written:
@@ -59,12 +58,6 @@ def written(model_type: str, config: Any) -> Written:
         known = ", ".join(sorted(_FAMILIES))
         raise CannotExport(f"{model_type}: the family cannot be exported as GGUF (only {known})")
     return describe(config)
-
-
-def _inner_norms(body: BodyConfig) -> tuple[str, ...]:
-    if body.norm_eps == 1e-6:
-        return ()
-    return ("llama.cpp uses rms_norm_eps in the norms of latents, this model 1e-6",)
 
 
 def _olmoe(config: OlmoeConfig) -> Written:
@@ -140,7 +133,6 @@ def _gpt_oss(config: GptOssConfig) -> Written:
         keys,
         range(body.layers),
         copies_embedding=body.tied_embeddings,
-        renamed=_AFTER,
         notes=rounding(body.rope),
     )
 
@@ -168,77 +160,6 @@ def _qwen2_moe(config: Qwen2MoeConfig) -> Written:
     )
 
 
-def _deepseek_v2(config: DeepseekV2Config) -> Written:
-    body, shape, plan = config.body, config.attention, config.ffn
-    refuse("deepseek_v2", {"topk_method = group_limited_greedy": config.groups is not None})
-    keys = latent_keys("deepseek_v2", body, shape, plan, config.shared_experts, config.routed_scale)
-    keys["expert_gating_func"] = _SOFTMAX
-    return Written(
-        "deepseek2",
-        keys,
-        plan.sparse_layers,
-        made=split_kv_b(shape),
-        notes=(*rounding(body.rope), *_inner_norms(body)),
-    )
-
-
-def _sigmoid(ffn: SigmoidExperts) -> dict[str, Value]:
-    """Return the keys of experts chosen by sigmoid scores."""
-    keys: dict[str, Value] = {
-        "expert_gating_func": _SIGMOID,
-        "expert_weights_norm": ffn.renormalise,
-        "expert_weights_scale": float(ffn.scale),
-    }
-    if ffn.groups is not None:
-        keys["expert_group_count"], keys["expert_group_used_count"] = ffn.groups
-    return keys
-
-
-def _deepseek_v3(config: DeepseekV3Config, model_type: str = "deepseek_v3") -> Written:
-    body, shape, ffn = config.body, config.attention, config.ffn
-    keys = latent_keys(model_type, body, shape, ffn.plan, ffn.shared_experts, ffn.scale)
-    return Written(
-        "deepseek2",
-        keys | _sigmoid(ffn),
-        ffn.plan.sparse_layers,
-        made=split_kv_b(shape),
-        notes=(*rounding(body.rope), *_inner_norms(body)),
-    )
-
-
-def _granitemoe(config: GraniteMoeConfig, model_type: str = "granitemoe") -> Written:
-    body, shape, moe = config.body, config.attention, config.moe
-    refuse(model_type, {"attention_bias": shape.bias})
-    keys = sizes(body, moe) | heads(shape) | rope_keys(model_type, body.rope, shape.head_dim, True)
-    if config.shared:
-        keys["expert_shared_feed_forward_length"] = config.shared
-    return Written(
-        "granitemoe",
-        keys
-        | {
-            "feed_forward_length": moe.intermediate,
-            "attention.scale": float(shape.softmax_scale),
-            "embedding_scale": float(body.embedding_scale),
-            "residual_scale": float(config.residual),
-            "logit_scale": float(body.logits_scale),
-        },
-        range(body.layers),
-        paired={"attn_q": shape.heads, "attn_k": shape.kv_heads},
-        made={"shared_mlp.input_linear.weight": _halves},
-        factors=stretched(body.rope, shape.head_dim),
-        notes=rounding(body.rope),
-    )
-
-
-def _halves(shape: Shape) -> tuple[Place, ...]:
-    """Split the fused rows of a shared expert's gate and up."""
-    half = shape[0] // 2
-    return (
-        Place("ffn_gate_shexp.weight", (half, shape[1]), change=lambda rows: rows[:half]),
-        Place("ffn_up_shexp.weight", (half, shape[1]), change=lambda rows: rows[half:]),
-    )
-
-
 def _arctic(config: ArcticConfig) -> Written:
     body, shape, moe = config.body, config.attention, config.moe
     refuse(
@@ -255,7 +176,6 @@ def _arctic(config: ArcticConfig) -> Written:
         keys | {"feed_forward_length": moe.intermediate},
         range(body.layers),
         paired={"attn_q": shape.heads, "attn_k": shape.kv_heads},
-        renamed={"post_attention_layernorm": "ffn_norm_exps"},
         notes=rounding(body.rope),
     )
 
@@ -296,66 +216,36 @@ def _phimoe(config: PhimoeConfig) -> Written:
     )
 
 
-def _qwen35(config: Qwen35MoeConfig) -> Written:
-    body, shape, moe = config.body, config.attention, config.moe
-    delta = config.delta
-    refuse(
-        "qwen3_5_moe",
-        {
-            "attention_bias": shape.bias,
-            "linear_value_head_dim": delta.value_dim != delta.key_dim,
-        },
-    )
-    dimensions = body.rope.turning(shape.head_dim)
-    keys = sizes(body, moe) | heads(shape) | rope_keys("qwen3_5_moe", body.rope, dimensions)
-    return Written(
-        "qwen35moe",
-        keys
-        | delta_keys(delta, config.full, body.layers, dimensions)
-        | {
-            "expert_feed_forward_length": moe.intermediate,
-            "expert_shared_feed_forward_length": config.shared_intermediate,
-        },
-        range(body.layers),
-        made=delta_tensors(delta),
-        prefix=config.name_prefix,
-        notes=rounding(body.rope),
-    )
-
-
-def _glm4_moe(config: SigmoidGqaConfig) -> Written:
-    body, shape, ffn = config.body, config.attention[0], config.ffn
-    plan = ffn.plan
-    keys = sizes(body, plan.moe) | heads(shape) | rope_keys("glm4_moe", body.rope, config.turning)
-    if plan.dense_intermediate is not None:
-        keys["feed_forward_length"] = plan.dense_intermediate
-    keys |= {
-        "leading_dense_block_count": plan.sparse_layers[0],
-        "expert_feed_forward_length": plan.moe.intermediate,
-        "expert_shared_count": ffn.shared_experts,
-    }
-    return Written(
-        "glm4moe",
-        keys | _sigmoid(ffn),
-        plan.sparse_layers,
-        renamed=_AFTER,
-        notes=rounding(body.rope),
-    )
-
-
 _FAMILIES: dict[str, Callable[[Any], Written]] = {
-    "qwen3_moe": _qwen3_moe,
-    "mixtral": _mixtral,
-    "gpt_oss": _gpt_oss,
-    "qwen2_moe": _qwen2_moe,
-    "deepseek_v2": _deepseek_v2,
-    "deepseek_v3": _deepseek_v3,
-    "granitemoe": _granitemoe,
-    "glm4_moe": _glm4_moe,
-    "glm4_moe_lite": partial(_deepseek_v3, model_type="glm4_moe_lite"),
-    "olmoe": _olmoe,
     "arctic": _arctic,
-    "granitemoeshared": partial(_granitemoe, model_type="granitemoeshared"),
+    "deepseek_v2": deepseek_v2,
+    "deepseek_v3": partial(deepseek_v3, "deepseek_v3"),
+    "deepseek_v32": v32,
+    "dots1": dots1,
+    "ernie4_5_moe": ernie,
+    "exaone_moe": exaone,
+    "gemma4": gemma4,
+    "glm4_moe": partial(glm4, "glm4_moe"),
+    "glm4_moe_lite": partial(deepseek_v3, "glm4_moe_lite"),
+    "glm_moe_dsa": glm_dsa,
+    "gpt_oss": _gpt_oss,
+    "granitemoe": partial(granitemoe, "granitemoe"),
+    "granitemoehybrid": granite_hybrid,
+    "granitemoeshared": partial(granitemoe, "granitemoeshared"),
+    "hunyuan_v1_moe": hunyuan,
+    "kimi_linear": kimi_linear,
+    "laguna": laguna,
+    "lfm2_moe": lfm2,
+    "mimo_v2_flash": mimo,
+    "minimax_m2": minimax,
+    "mistral4": mistral4,
+    "mixtral": _mixtral,
+    "nemotron_h": nemotron,
+    "olmoe": _olmoe,
     "phimoe": _phimoe,
-    "qwen3_5_moe": _qwen35,
+    "qwen2_moe": _qwen2_moe,
+    "qwen3_5_moe": qwen35,
+    "qwen3_moe": _qwen3_moe,
+    "qwen3_next": qwen3_next,
+    "solar_open": partial(glm4, "solar_open"),
 }

@@ -1,25 +1,83 @@
-"""Write Qwen3.5's Gated DeltaNet as llama.cpp stores it; families/delta_net.py restores it.
+"""Write Gated DeltaNet as llama.cpp stores it; families/delta_net.py restores it.
 
-Value heads that share a key head are apart: first one of each key head, then the second ones. Norms
-are stored plus 1, decay rates as -exp(A_log).
+In Qwen3.5 value heads that share a key head are apart: first one of each key head, then the second
+ones. In Qwen3-Next the one input matrix is two. Norms are stored plus 1, decay rates as
+-exp(A_log).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moeinf.models.layers.delta_net import DeltaShape
-from moeinf.runtime.gguf.writing.description import Bytes, Change, Make, Place, Shape
+from moeinf.models.qwen3_5_moe import Qwen35MoeConfig
+from moeinf.runtime.gguf.writing.description import (
+    Bytes,
+    Change,
+    Make,
+    Place,
+    Shape,
+    Written,
+    flags,
+    heads,
+    refuse,
+    rope_keys,
+    rounding,
+    sizes,
+)
 from moeinf.runtime.gguf.writing.writer import Value
 
 _Numbers = Callable[[NDArray[np.float32]], NDArray[Any]]
 
 
-def delta_keys(
+def qwen35(config: Qwen35MoeConfig, model_type: str = "qwen3_5_moe") -> Written:
+    """Describe Qwen3.5."""
+    body, shape, moe = config.body, config.attention, config.moe
+    delta = config.delta
+    refuse(
+        model_type,
+        {
+            "attention_bias": shape.bias,
+            "linear_value_head_dim": delta.value_dim != delta.key_dim,
+        },
+    )
+    dimensions = body.rope.turning(shape.head_dim)
+    keys = sizes(body, moe) | heads(shape) | rope_keys(model_type, body.rope, dimensions)
+    return Written(
+        "qwen35moe",
+        keys
+        | _delta_keys(delta, config.full, body.layers, dimensions)
+        | {
+            "expert_feed_forward_length": moe.intermediate,
+            "expert_shared_feed_forward_length": config.shared_intermediate,
+        },
+        range(body.layers),
+        made=_delta_tensors(delta),
+        prefix=config.name_prefix,
+        notes=rounding(body.rope),
+    )
+
+
+def qwen3_next(config: Qwen35MoeConfig) -> Written:
+    """Describe Qwen3-Next, in which llama.cpp loads experts for every layer."""
+    refuse(
+        "qwen3_next",
+        {
+            "layers without experts": config.moe.layers < config.body.layers,
+            "norm_topk_prob = false": not config.renormalise,
+        },
+    )
+    about = qwen35(replace(config, inner=False), "qwen3_next")
+    keys = {key: value for key, value in about.keys.items() if key != "rope.dimension_sections"}
+    return replace(about, architecture="qwen3next", keys=keys, made=_next_tensors(config.delta))
+
+
+def _delta_keys(
     shape: DeltaShape, full: Sequence[int], layers: int, turning: int
 ) -> dict[str, Value]:
     """Return the keys of DeltaNet, of the layers with attention, and of its rope's three axes.
@@ -27,7 +85,6 @@ def delta_keys(
     turning: the dimensions of a head that rotate. For text all axes have one position.
     """
     pairs = turning // 2
-    recurrent = [layer not in full for layer in range(layers)]
     axes = [(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0]
     return {
         "ssm.conv_kernel": shape.kernel,
@@ -35,12 +92,12 @@ def delta_keys(
         "ssm.group_count": shape.key_heads,
         "ssm.time_step_rank": shape.value_heads,
         "ssm.inner_size": shape.values,
-        "attention.recurrent_layers": np.array(recurrent, "<i4"),
+        "attention.recurrent_layers": flags(layer not in full for layer in range(layers)),
         "rope.dimension_sections": np.array(axes, "<i4"),
     }
 
 
-def delta_tensors(shape: DeltaShape) -> dict[str, Make]:
+def _delta_tensors(shape: DeltaShape) -> dict[str, Make]:
     """Return the tensors of a model that are not written as they are stored."""
     values = _tiled(shape, shape.value_dim)
     heads = _tiled(shape, 1)
@@ -49,9 +106,6 @@ def delta_tensors(shape: DeltaShape) -> dict[str, Make]:
     def moved(to: str, order: NDArray[np.intp], exact: bool = False) -> Make:
         return lambda sides: (Place(to, _flat(sides), exact, lambda rows: rows[order]),)
 
-    def numbers(to: str, change: _Numbers) -> Make:
-        return lambda sides: (Place(to, sides, True, _float32(change)),)
-
     def output(sides: Shape) -> tuple[Place, ...]:
         return (Place("ssm_out.weight", sides, change=columns, whole=shape.value_dim),)
 
@@ -59,13 +113,6 @@ def delta_tensors(shape: DeltaShape) -> dict[str, Make]:
         by_head = rows.reshape(len(rows), shape.key_heads, shape.value_heads // shape.key_heads, -1)
         return by_head.swapaxes(1, 2).reshape(rows.shape)
 
-    norms = {
-        "input_layernorm": "attn_norm",
-        "post_attention_layernorm": "post_attention_norm",
-        "self_attn.q_norm": "attn_q_norm",
-        "self_attn.k_norm": "attn_k_norm",
-        "model.norm": "output_norm",
-    }
     return {
         "linear_attn.in_proj_qkv.weight": moved("attn_qkv.weight", later),
         "linear_attn.in_proj_z.weight": moved("attn_gate.weight", values),
@@ -75,11 +122,55 @@ def delta_tensors(shape: DeltaShape) -> dict[str, Make]:
         "linear_attn.out_proj.weight": output,
         "linear_attn.A_log": numbers("ssm_a", lambda stored: -np.exp(stored[:, heads])),
         "linear_attn.dt_bias": numbers("ssm_dt.bias", lambda stored: stored[:, heads]),
-        **{
-            f"{name}.weight": numbers(f"{to}.weight", lambda stored: stored + 1)
-            for name, to in norms.items()
-        },
+        **_norms(),
     }
+
+
+def _next_tensors(shape: DeltaShape) -> dict[str, Make]:
+    """Return those of Qwen3-Next, whose value heads keep their order."""
+    of_group = shape.values // shape.key_heads
+    at = np.cumsum([shape.key_dim, shape.key_dim, of_group])
+    rows = np.arange(shape.channels + shape.values).reshape(shape.key_heads, -1)
+    q, k, v, z = (part.reshape(-1) for part in np.split(rows, at, 1))
+    mixed = np.concatenate((q, k, v))
+
+    def inputs(sides: Shape) -> tuple[Place, ...]:
+        return (
+            Place("attn_qkv.weight", (len(mixed), sides[1]), change=lambda rows: rows[mixed]),
+            Place("attn_gate.weight", (len(z), sides[1]), change=lambda rows: rows[z]),
+        )
+
+    def kernel(sides: Shape) -> tuple[Place, ...]:
+        return (Place("ssm_conv1d.weight", _flat(sides), exact=True),)
+
+    return {
+        "linear_attn.in_proj_qkvz.weight": inputs,
+        "linear_attn.conv1d.weight": lambda sides: (
+            Place("ssm_conv1d.weight", _flat(sides), True),
+        ),
+        "linear_attn.A_log": numbers("ssm_a", lambda stored: -np.exp(stored)),
+        **_norms(),
+    }
+
+
+def _norms() -> dict[str, Make]:
+    """Return the norms that are stored plus 1."""
+    names = {
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "post_attention_norm",
+        "self_attn.q_norm": "attn_q_norm",
+        "self_attn.k_norm": "attn_k_norm",
+        "model.norm": "output_norm",
+    }
+    return {
+        f"{name}.weight": numbers(f"{to}.weight", lambda stored: stored + 1)
+        for name, to in names.items()
+    }
+
+
+def numbers(to: str, change: _Numbers, sides: Shape | None = None) -> Make:
+    """Return a change of values in float32; sides: the shape in the file, if it is another."""
+    return lambda stored: (Place(to, sides or stored, True, _float32(change)),)
 
 
 def _tiled(shape: DeltaShape, width: int) -> NDArray[np.intp]:

@@ -6,7 +6,7 @@ Source: the conversion and src/models of github.com/ggml-org/llama.cpp.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,12 +16,14 @@ from moeinf.errors import UnusableInput
 from moeinf.models.base import MoeShape
 from moeinf.models.layers.attention import GqaShape
 from moeinf.models.layers.decoder import BodyConfig
+from moeinf.models.layers.feed_forward import FfnPlan
 from moeinf.models.layers.rope import RopeConfig, attention_factor, inverse_frequencies
 from moeinf.runtime.gguf.writing.writer import Value
 
 Bytes = NDArray[np.uint8]
 Change = Callable[[Bytes], Bytes]  # of all rows of a matrix [rows, bytes of a row]
 Shape = tuple[int, ...]
+SOFTMAX, SIGMOID = 1, 2  # of expert_gating_func
 
 
 class CannotExport(UnusableInput, ValueError):
@@ -57,7 +59,6 @@ class Written:
     moe_layers     the decoder layer of each MoE layer
     copies_embedding  llama.cpp wants an output head, and the checkpoint ties it to the embedding
     paired         heads of the tensors whose rows are in another order (names.py)
-    renamed        tensors that this architecture names differently, by their names in a layer
     made           tensors that are not written as they are stored, by their names
     prefix         what the names of the decoder's tensors begin with
     factors        divisors of rope's frequencies, by the name of their tensor
@@ -68,7 +69,6 @@ class Written:
     moe_layers: Sequence[int]
     copies_embedding: bool = False
     paired: Mapping[str, int] = field(default_factory=dict)
-    renamed: Mapping[str, str] = field(default_factory=dict)
     made: Mapping[str, Make] = field(default_factory=dict)
     prefix: str = "model."
     factors: Mapping[str, Sequence[float]] = field(default_factory=dict)
@@ -93,6 +93,39 @@ def sizes(body: BodyConfig, moe: MoeShape) -> dict[str, Value]:
         "expert_count": moe.experts,
         "expert_used_count": moe.top_k,
     }
+
+
+def ffn_sizes(plan: FfnPlan) -> dict[str, Value]:
+    """Return the widths of a model whose first layers may be dense."""
+    keys: dict[str, Value] = {
+        "leading_dense_block_count": plan.sparse_layers[0],
+        "expert_feed_forward_length": plan.moe.intermediate,
+    }
+    if plan.dense_intermediate is not None:
+        keys["feed_forward_length"] = plan.dense_intermediate
+    return keys
+
+
+def scattered(plan: FfnPlan, body: BodyConfig) -> bool:
+    """Return True if a dense layer comes after one with experts."""
+    return list(plan.sparse_layers) != list(range(plan.sparse_layers[0], body.layers))
+
+
+def sliding(shapes: Sequence[GqaShape]) -> dict[str, Value]:
+    """Return the keys of windows; llama.cpp reads one size for all layers that have one."""
+    windows = {shape.window for shape in shapes if shape.window is not None}
+    assert len(windows) <= 1, windows
+    if not windows:
+        return {}
+    return {
+        "attention.sliding_window": windows.pop(),
+        "attention.sliding_window_pattern": flags(s.window is not None for s in shapes),
+    }
+
+
+def flags(values: Iterable[bool]) -> NDArray[np.int32]:
+    """Return one number for each layer, which llama.cpp reads like a list of booleans."""
+    return np.array(list(values), "<i4")
 
 
 def heads(shape: GqaShape) -> dict[str, Value]:

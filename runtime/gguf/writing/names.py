@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
+from moeinf.runtime.gguf.architectures import ARCHITECTURES
 from moeinf.runtime.gguf.writing.description import Place, Written
 
 _BODY = {
@@ -18,42 +21,8 @@ _BODY = {
     "lm_head.bias": "output.bias",
 }
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.(.+)")
-_STEMS = {  # of a layer's tensors
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "self_attn.q_a_proj": "attn_q_a",
-    "self_attn.q_a_layernorm": "attn_q_a_norm",
-    "self_attn.q_b_proj": "attn_q_b",
-    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
-    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
-    "mlp.gate": "ffn_gate_inp",
-    "mlp.router": "ffn_gate_inp",
-    "block_sparse_moe.gate": "ffn_gate_inp",
-    "block_sparse_moe.router.layer": "ffn_gate_inp",
-    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
-    "residual_layernorm": "ffn_norm",
-    "residual_mlp.w1": "ffn_gate",
-    "residual_mlp.w2": "ffn_down",
-    "residual_mlp.w3": "ffn_up",
-    "shared_mlp.output_linear": "ffn_down_shexp",
-    "linear_attn.norm": "ssm_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    **{f"mlp.shared_expert.{role}_proj": f"ffn_{role}_shexp" for role in ("gate", "up", "down")},
-    **{f"mlp.shared_experts.{role}_proj": f"ffn_{role}_shexp" for role in ("gate", "up", "down")},
-}
-_PARTS = {f"{stem}{end}": (stem, end) for stem in _STEMS for end in (".weight", ".bias")} | {
-    "self_attn.sinks": ("attn_sinks", ".weight"),
-    "mlp.gate.e_score_correction_bias": ("exp_probs_b", ".bias"),
-}
-_GATES = ("ffn_gate_inp", "ffn_gate_inp_shexp")  # llama.cpp wants them in F32
+_GATES = ("ffn_gate_inp", "ffn_gate_inp_shexp")
+_EXACT = (*_GATES, "indexer.proj")  # llama.cpp wants them in F32
 
 
 def places(name: str, shape: tuple[int, ...], about: Written) -> tuple[Place, ...]:
@@ -76,13 +45,27 @@ def places(name: str, shape: tuple[int, ...], about: Written) -> tuple[Place, ..
     if part in about.made:
         made = about.made[part](shape)
         return tuple(replace(place, name=f"{block}.{place.name}") for place in made)
-    inner, end = _PARTS[part]
-    stem = about.renamed.get(inner, _STEMS.get(inner, inner))
+    stem, _, end = _named(part, about.architecture).rpartition(".")
     if stem in _GATES and shape[0] == 1:  # a gate of one row is a vector
         shape = shape[1:]
     heads = about.paired.get(stem, 0)
     change = (lambda rows: rows[_pairs(len(rows), heads)]) if heads else None
-    return (Place(f"{block}.{stem}{end}", shape, stem in _GATES, change),)
+    return (Place(f"{block}.{stem}.{end}", shape, stem in _EXACT, change),)
+
+
+def _named(part: str, architecture: str) -> str:
+    """Return the name inside a block of a tensor inside a layer. Raises KeyError."""
+    names = _names(architecture)
+    if part in names:
+        return names[part]
+    stem, dot, end = part.rpartition(".")
+    return names[stem] + dot + end
+
+
+@cache
+def _names(architecture: str) -> Mapping[str, str]:
+    """Return the names that a file of this architecture is read with, the other way round."""
+    return {ours: theirs for theirs, ours in ARCHITECTURES[architecture].names.items()}
 
 
 def expert_name(layer: int, role: str) -> str:

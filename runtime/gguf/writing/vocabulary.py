@@ -1,7 +1,8 @@
 """Describe a tokenizer.json in the keys that llama.cpp reads.
 
 There are two kinds: byte-level BPE ("gpt2"), and BPE with byte fallback, which is SentencePiece's
-("llama"). llama.cpp knows ways to split a text before BPE by name only (tokenizer.ggml.pre).
+("llama", and "gemma4" with its merges). llama.cpp knows ways to split a text before BPE by name
+only (tokenizer.ggml.pre).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from moeinf.runtime.gguf.word_patterns import WORDS
 from moeinf.runtime.gguf.writing.description import CannotExport
 from moeinf.runtime.gguf.writing.writer import Value
 
@@ -30,32 +32,21 @@ class TokenType(IntEnum):
 
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 _CODE = re.compile(r"\\x\{([0-9a-f]{1,5})\}")
-_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_WORD = r"[^\r\n\p{L}\p{N}]?"
-_SLASH_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_DIGITS = r"\p{N}"
-_LLAMA3 = rf"{_SHORT}|{_WORD}\p{{L}}+|\p{{N}}{{1,3}}{_TAIL}"
+_GPT2, _DIGITS = WORDS["gpt-2"].patterns[0], WORDS["refact"].patterns[0]
+# Markers that llama.cpp shows in an answer, so that its parser of tool calls sees them.
+_SHOWN = ("channel", "tool_call", "tool_response")
+_GEMMA4_SHOWN = {'<|"|>', *(f"<|{w}>" for w in _SHOWN), *(f"<{w}|>" for w in _SHOWN)}
 
 
-def _cased(end: str) -> str:
-    """Return an expression that keeps a word's capitals and small letters together."""
-    return f"{_WORD}{_UPPER}*{_LOWER}+{end}|{_WORD}{_UPPER}+{_LOWER}*{end}"
+def _spelt(expression: str) -> str:
+    r"""Return an expression with characters in place of \x{…}, and the ends of lines escaped."""
+    found = _CODE.sub(lambda match: chr(int(match[1], 16)), expression)
+    return found.replace("\r", r"\r").replace("\n", r"\n")
 
 
-_PRE = {  # the expressions of pre_tokenizer in tokenizer.json, in order
-    (_GPT2,): "gpt-2",
-    (_DIGITS, _GPT2): "refact",
-    (rf"{_SHORT}|{_WORD}\p{{L}}+|\p{{N}}{_TAIL}",): "qwen2",
-    (
-        rf"{_SHORT}|{_WORD}[\p{{L}}\p{{M}}]+|\p{{N}}"
-        r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-    ): "qwen35",
-    (_cased(f"{_SHORT}?") + r"|\p{N}{1,3}" + _SLASH_TAIL,): "gpt-4o",
-    (_cased("") + r"|\p{N}" + _SLASH_TAIL,): "tekken",
-}
+_NAMED = ("gpt-2", "refact", "qwen2", "qwen35", "gpt-4o", "tekken", "kimi-k2", "laguna")
+_PRE = {tuple(map(_spelt, WORDS[name].patterns)): name for name in (*_NAMED, "exaone-moe")}
+_LLAMA3 = tuple(map(_spelt, WORDS["llama3"].patterns))
 _BEGINNINGS = {  # the first expressions, where the others are long lists of characters
     (r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+"): "deepseek-v3",
     (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+"): "deepseek-coder",
@@ -78,6 +69,13 @@ def vocabulary(tokenizer: Mapping[str, Any], count: int, architecture: str) -> d
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": np.array(types, "<i4"),
     }
+    if model.get("byte_fallback") and architecture == "gemma4":
+        shown = [text in _GEMMA4_SHOWN for text in tokens]
+        keys["tokenizer.ggml.model"], keys["tokenizer.ggml.merges"] = "gemma4", merges
+        kinds = np.where(shown, int(TokenType.USER_DEFINED), types)
+        keys["tokenizer.ggml.token_type"] = kinds.astype("<i4")
+        keys["tokenizer.ggml.add_space_prefix"] = False
+        return keys
     if model.get("byte_fallback"):
         keys["tokenizer.ggml.model"], keys["tokenizer.ggml.pre"] = "llama", "default"
         keys["tokenizer.ggml.scores"] = _scores(tokens, merges)
@@ -165,8 +163,8 @@ def _pre(tokenizer: Mapping[str, Any], has_merges: bool, architecture: str) -> s
     found = tuple(_splits(tokenizer))
     if not has_merges:
         return "gpt-2"
-    if found == (_LLAMA3,):
-        if architecture.startswith("glm4"):
+    if found == _LLAMA3:
+        if architecture.startswith("glm"):
             return "glm4"
         return "llama-bpe" if tokenizer["model"].get("ignore_merges") else "dbrx"
     if found in _PRE:
@@ -191,9 +189,3 @@ def _splits(tokenizer: Mapping[str, Any]) -> Iterator[str]:
             yield str(kind)
         elif part.get("use_regex", True):
             yield _GPT2
-
-
-def _spelt(expression: str) -> str:
-    r"""Return an expression with characters in place of \x{…}, and the ends of lines escaped."""
-    found = _CODE.sub(lambda match: chr(int(match[1], 16)), expression)
-    return found.replace("\r", r"\r").replace("\n", r"\n")

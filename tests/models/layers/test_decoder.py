@@ -125,6 +125,17 @@ def test_many_rows_of_logits(olmoe: Pair) -> None:
         ("gemma4", 2 * 2 * 12 + 2 * 2 * 1 * 16),  # a layer with a window, and two global ones
         ("granite-hybrid", 1 * 2 * 2 * 8),
         ("nemotron", 1 * 2 * 2 * 12),
+        ("dots1", 3 * 2 * 2 * 12),
+        ("ernie4.5", 3 * 2 * 2 * 6),
+        ("exaone", 3 * 2 * 2 * 12),
+        ("granite-shared", 2 * 2 * 2 * 8),
+        ("hunyuan", 2 * 2 * 2 * 12),
+        ("laguna", 3 * 2 * 2 * 12),
+        ("lfm2", 1 * 2 * 2 * 6),  # one layer of four has attention
+        ("minimax-m2", 2 * 2 * 2 * 12),
+        ("mistral4", 3 * (20 + 8)),
+        ("qwen3-next", 1 * 2 * 1 * 16),
+        ("solar", 2 * 2 * 2 * 12),
     ],
 )
 def test_kv_bytes_per_token(make_pair: Make, name: str, items: int) -> None:

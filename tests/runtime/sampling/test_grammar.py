@@ -16,8 +16,9 @@ from moeinf.runtime.library.library import DEMO_CHECKPOINT
 from moeinf.runtime.sampling.grammar import BadFormat, Constrain, call_of_one, json_of
 from moeinf.runtime.sampling.grammar_processes import Grammars
 from moeinf.runtime.text.tokenizer import Tokenizer
-from tests.runtime.text.test_tool_calls import TOOLS
-from tests.runtime.text.tool_call_texts import GRANITE, HARMONY, MISTRAL, TAGS
+from moeinf.runtime.text.tool_calls import Call
+from tests.runtime.text.test_tool_calls import TOOLS, hear
+from tests.runtime.text.tool_call_texts import GEMMA, GRANITE, HARMONY, MISTRAL, SOLAR, TAGS
 
 END = 4
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -184,6 +185,28 @@ def test_calls(engine: Callable[[str], Any], template: str, before: str, after: 
     typed = before + '{"name": "add", "arguments": {"a": '
     assert follow(constrain, engine(template), typed + '"1"') == typed
     assert follow(constrain, engine(template), "No") == ""
+
+
+@pytest.mark.parametrize(
+    ("template", "before", "after"),
+    [
+        (GEMMA, "<|tool_call>call:add", "<tool_call|>"),
+        (
+            SOLAR,
+            "<|tool_calls|><|tool_call:begin|>a1b2c3d4e5<|tool_call:name|>add<|tool_call:args|>",
+            "<|tool_call:end|>",
+        ),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 1000])
+def test_calls_of_other_formats(
+    engine: Callable[[str], Any], template: str, before: str, after: str, size: int
+) -> None:
+    """A forced call is parsed again as a call, also character by character."""
+    constrain, call = call_of_one(TOOLS), before + '{"a": 1, "note": "x"}' + after
+    assert follow(constrain, engine(template), call) == call + "$"
+    assert follow(constrain, engine(template), before + '{"a": "1"') == before + '{"a": '
+    assert hear(template, call, size) == [Call("add", {"a": 1, "note": "x"})]
 
 
 def test_calls_that_cannot_be_forced(engine: Callable[[str], Any]) -> None:

@@ -21,6 +21,7 @@ from tests.runtime.text.tool_call_texts import (
     LFM2,
     MINIMAX,
     MISTRAL,
+    SOLAR,
     TAGS,
     answer,
     hermes,
@@ -90,11 +91,13 @@ def test_without_tools_marks_are_text() -> None:
              "</invoke>", "<|tool_calls_section_begin|>", "<|tool_call_begin|>", "{}",
              "<|tool_call_argument_begin|>", "<|tool_calls_section_end|>", "<|tool_call_start|>",
              "[now()", "]", "<|tool_call_end|>", "<|tool_call>", "<tool_call|>", "call:add{",
-             "<|channel>", "<channel|>", '<|"|>']
+             "<|channel>", "<channel|>", '<|"|>', "<|think|>", "<|content|>", "<|end|>",
+             "<|tool_calls|>", "<|calls|>", "<|tool_call:begin|>", "<|tool_call:name|>now",
+             "<|tool_call:args|>{}", "<|tool_call:end|>"]
         ),
         max_size=30,
     ),
-    st.sampled_from([TAGS, CODER, MISTRAL, HARMONY, MINIMAX, KIMI, LFM2, GEMMA]),
+    st.sampled_from([TAGS, CODER, MISTRAL, HARMONY, MINIMAX, KIMI, LFM2, GEMMA, SOLAR]),
     st.integers(1, 9),
 )  # fmt: skip
 def test_any_text_is_heard_the_same_in_pieces(words: list[str], template: str, size: int) -> None:

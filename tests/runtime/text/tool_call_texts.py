@@ -17,13 +17,14 @@ V32 = "{% set mark = '｜DSML｜' %}{% if tools %}<{{ mark }}function_calls>{% e
 HARMONY = "{% if tools %}<|channel|>x<|message|>{% endif %}"
 MINIMAX = "{%- if tools -%}<minimax:tool_call>{% endif %}"
 KIMI = "{%- if tools -%}x{% endif %}<|tool_calls_section_begin|>"
+SOLAR = "{%- if tools -%}<|tool_call:begin|>{% endif %}<|think|><|content|>"
 LFM2 = "{%- if tools -%}<|tool_list_start|>{% endif %}"
 LFM2_5 = "{%- if tools -%}x{% endif %}<|tool_call_start|>"
 
 
 ALL_TEMPLATES = [
     TAGS, CODER, MISTRAL, GRANITE, DEEPSEEK, HARMONY, MINIMAX, KIMI, LFM2, LFM2_5, GEMMA,
-    V32,
+    V32, SOLAR,
 ]  # fmt: skip
 
 
@@ -33,6 +34,12 @@ def answer(text: str) -> tuple[str, str]:
 
 def hermes(name: str, **arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def solar(name: str, arguments: str) -> str:
+    """Return a call in Solar's format."""
+    marks = ("<|tool_call:name|>", "<|tool_call:args|>", "<|tool_call:end|>")
+    return f"<|tool_call:begin|>a1b2c3d4e5{marks[0]}{name}{marks[1]}{arguments}{marks[2]}"
 
 
 DSML_END = "</｜DSML｜function_calls>"
@@ -236,6 +243,33 @@ CASES: list[tuple[str, str, list[Any]]] = [
     (GEMMA, "<|tool_call>call:add[1]<tool_call|>", None),
     (GEMMA, '<|tool_call>call:add{note:<|"|>x}<tool_call|>', None),
     (GEMMA, f"<|tool_call>call:add{{a:{'[' * 100_000}<tool_call|>", None),
+    # Gemma 4, as forced: JSON
+    (
+        GEMMA,
+        '<|tool_call>call:add{"a": 1, "note": "<tool_call|>{"}<tool_call|>',
+        [Call("add", {"a": 1, "note": "<tool_call|>{"})],
+    ),
+    (GEMMA, '<|tool_call>call:add{"a": one}<tool_call|>', None),
+    # Solar-Open: turns of thinking, of an answer and of calls
+    (
+        SOLAR,
+        "<|think|>hm<|end|><|begin|>assistant<|content|>Adding.<|end|><|begin|>assistant"
+        "<|tool_calls|>"
+        + solar("add", '{"a": 1, "note": "<|tool_call:end|><|end|>"}')
+        + solar("now", "{}")
+        + "<|calls|>",
+        [
+            ("thinking", "hm"),
+            answer("Adding."),
+            Call("add", {"a": 1, "note": "<|tool_call:end|><|end|>"}),
+            Call("now", {}),
+        ],
+    ),
+    (SOLAR, "<|tool_calls|>" + solar("add", '{"a": 1}')[: -len("<|tool_call:end|>")], [ADD]),
+    (SOLAR, "<|content|>" + solar("rm", "{}") + "<|end|>", [answer(solar("rm", "{}"))]),
+    (SOLAR, "<|content|>" + solar("add", "[1]"), [answer(solar("add", "[1]"))]),
+    (SOLAR, "<|content|>" + solar("add", "{a"), [answer(solar("add", "{a"))]),
+    (SOLAR, "No mark", None),
     # DeepSeek-V3.2
     (
         V32,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
 import pytest
 
+from moeinf.runtime.gguf.vocabulary import tokenizer_files
+from moeinf.runtime.gguf.word_patterns import WORDS
 from moeinf.runtime.gguf.writing.description import CannotExport
 from moeinf.runtime.gguf.writing.vocabulary import TokenType, vocabulary
 from tests.tokenizer_files import document, split, token, unigram
@@ -86,6 +89,10 @@ def test_merges_of_both_spellings() -> None:
             ),
             "deepseek-llm",
         ),
+        *(
+            (sequence(*map(split, WORDS[name].patterns), PLAIN), name)
+            for name in ("kimi-k2", "laguna", "exaone-moe", "qwen35", "tekken")
+        ),
     ],
 )
 def test_the_name_of_the_splitting(splitting: dict[str, Any], name: str) -> None:
@@ -121,6 +128,36 @@ def test_sentencepiece() -> None:
     assert types.tolist() == [2, 3, 6, 1, 1, 1, 1, 1]
     assert scores.tolist() == [-3, -3, -3, -3, -3, -3, 0, -1]
     assert keys["tokenizer.ggml.add_space_prefix"] is True
+
+
+def test_gemma4() -> None:
+    """It has merges, and the markers of tool calls are no control tokens."""
+    vocab = {
+        "<pad>": 0,
+        "<bos>": 1,
+        "<|tool_call>": 2,
+        "<0x0A>": 3,
+        "\u2581": 4,
+        "a": 5,
+        "\u2581a": 6,
+    }
+    model = {**document()["model"], "vocab": vocab, "byte_fallback": True, "merges": ["\u2581 a"]}
+    tokenizer = document(
+        added_tokens=[token(0, "<pad>"), token(1, "<bos>"), token(2, "<|tool_call>")],
+        normalizer={"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
+        pre_tokenizer=None,
+        model=model,
+    )
+    keys = vocabulary(tokenizer, 8, "gemma4")
+    assert keys["tokenizer.ggml.model"] == "gemma4"
+    assert keys["tokenizer.ggml.merges"] == ["\u2581 a"]
+    types = keys["tokenizer.ggml.token_type"]
+    assert isinstance(types, np.ndarray)
+    assert types.tolist() == [3, 3, 4, 6, 1, 1, 1, 5]
+    stored = {**keys, "tokenizer.ggml.token_type": types.tolist(), "tokenizer.ggml.bos_token_id": 1}
+    again = json.loads(tokenizer_files(stored)["tokenizer.json"])
+    assert again["model"]["merges"] == [["\u2581", "a"]]
+    assert again["normalizer"] == tokenizer["normalizer"]
 
 
 @pytest.mark.parametrize(
