@@ -63,6 +63,7 @@ class Ended:
     counted: bool = False  # its routing is recorded: all of its prompt was read
     drafted: int = 0  # tokens checked beside the one that was certain
     accepted: int = 0  # of them, those that became tokens of the answer
+    stop_text: str = ""  # of the request's limits: the one that ended the answer
 
     @property
     def tokens(self) -> int:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
+from fastapi import Request as HttpRequest
+
 from moeinf.runtime.generation.events import (
     Ended,
     Event,
@@ -24,8 +26,10 @@ from moeinf.runtime.generation.turns import latest_turns
 from moeinf.runtime.text.answer_parser import Said, Speech
 from moeinf.runtime.text.reasoning import thinks
 from moeinf.runtime.text.tool_calls import Call, Tool, format_of, knows_tools
-from moeinf.server.api.answers import BadRequest
+from moeinf.server.api.answers import BadRequest, events
 from moeinf.server.api.prompts import refuse_sources
+from moeinf.server.engines.jobs import Job
+from moeinf.server.engines.model_manager import Host, Loaded
 
 if TYPE_CHECKING:
     from moeinf.runtime.engine.engine import Engine
@@ -91,6 +95,10 @@ class Text:
 
     def __init__(self, text: str) -> None:
         self._text = text
+
+    def about(self) -> dict[str, int]:
+        """Return our field of an answer for messages that did not fit the context."""
+        return {"dropped_messages": self.dropped} if self.dropped else {}
 
     def prepare(self, engine: Engine) -> list[int]:
         refuse_sources(engine)
@@ -180,6 +188,23 @@ class Chat(Text):
                 name = "".join(secrets.choice(_ID) for _ in range(self._id_length or 24))
                 yield Called(name if self._id_length else f"call_{name}", self._calls, part)
                 self._calls += 1
+
+
+async def begun(
+    request: HttpRequest, model: str, job: Job, turn: Text
+) -> tuple[Loaded, AsyncIterator[Heard | Reading | Ended | Failed]]:
+    """Load the model and submit the job; return the answer's events once the first has come.
+
+    Raises what Host.model and events raise, and the error of a Failed that comes first, so that a
+    status can still report it.
+    """
+    host: Host = request.app.state.host
+    loaded = await host.model(model)
+    answer = events(loaded, job, request)
+    first = await anext(answer)
+    if isinstance(first, Failed):
+        raise first.error
+    return loaded, heard(first, answer, turn)
 
 
 async def heard(

@@ -30,6 +30,8 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "functions": (([],), "use tools"),
     "function_call": (("none", "auto"), "use tool_choice"),
     "web_search_options": ((), "the server does not search"),
+    "mcp_servers": (([],), "the server calls no tools"),
+    "container": ((), "the server runs no code"),
     "documents": (([],), "use chat_template_kwargs"),
     "moderation": ((), "answers are not checked"),
     "prompt_logprobs": ((False,), "only tokens of the answer have log-probabilities"),
