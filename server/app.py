@@ -19,6 +19,8 @@ from moeinf.server.api import embeddings, memory_api, ollama_api, openai_api, pu
 from moeinf.server.api.answers import BadRequest, noted
 from moeinf.server.api.messages import answer as messages_answer
 from moeinf.server.api.messages import messages_api
+from moeinf.server.api.responses import responses_api
+from moeinf.server.api.responses.store import ResponseStore
 from moeinf.server.engines.model_manager import Host
 from moeinf.server.http.json_text import Answer
 from moeinf.server.http.refusals import Refusal, UnknownPath, WrongMethod
@@ -86,8 +88,17 @@ def create_app(
     app.state.host = Host(settings, server, config, say)
     app.state.metrics = Metrics(lambda: app.state.host.loaded())
     app.state.settings = settings
+    app.state.responses = ResponseStore()
     app.state.context_shift = server.context_shift
-    for routes in (ollama_api, openai_api, messages_api, embeddings, pull_api, memory_api):
+    for routes in (
+        ollama_api,
+        openai_api,
+        messages_api,
+        responses_api,
+        embeddings,
+        pull_api,
+        memory_api,
+    ):
         app.include_router(routes.router)
     app.include_router(router)
     _word_errors(app, settings)

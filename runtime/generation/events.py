@@ -31,10 +31,14 @@ class TokenInfo:
 
 @dataclass(frozen=True)
 class Piece:
-    """Text that has become certain; empty while a character or a stop text is undecided."""
+    """Text that has become certain; empty while a character or a stop text is undecided.
+
+    tokens: of the answer so far.
+    """
 
     text: str
     info: TokenInfo | None = None
+    tokens: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True)

@@ -82,10 +82,14 @@ class Reply:
 
 @dataclass(frozen=True)
 class Heard:
-    """A piece of an answer in parts; empty while nothing is certain."""
+    """A piece of an answer in parts; empty while nothing is certain.
+
+    tokens: of the answer so far; 0 for what remains at its end.
+    """
 
     parts: list[Part]
     info: TokenInfo | None = None
+    tokens: int = 0
 
 
 class Text:
@@ -213,9 +217,10 @@ async def heard(
     """Yield an answer's events with its text in parts; the last is Ended or Failed."""
     event = first
     while isinstance(event, Piece | Reading):
-        yield (
-            event if isinstance(event, Reading) else Heard(list(turn.hear(event.text)), event.info)
-        )
+        if isinstance(event, Reading):
+            yield event
+        else:
+            yield Heard(list(turn.hear(event.text)), event.info, event.tokens)
         event = await anext(answer)
     assert isinstance(event, Ended | Failed)  # vectors are of jobs that embed
     rest = list(turn.end())
