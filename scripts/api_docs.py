@@ -34,8 +34,10 @@ _BEGIN = """# The HTTP API
 `python scripts/api_docs.py` writes this page from the server's own checks; do not edit it.
 [server.md](server.md) says how to use the server. It listens on `127.0.0.1:11435`.
 
-- Answers have the fields of Ollama's and OpenAI's APIs. An error is `{"error", "code"}` under
-  `/api` and `{"error": {"message", "type", "param", "code"}}` under `/v1`.
+- Answers have the fields of Ollama's, OpenAI's and Anthropic's APIs. An error is
+  `{"error", "code"}` under `/api`, `{"error": {"message", "type", "param", "code"}}` under `/v1`,
+  and `{"type": "error", "error": {"type", "message", "details": {"error_code"}}}` under
+  `/v1/messages`.
 - A field without a default is required. A null counts as not given. [server.md](server.md) says
   which other fields are ignored or refused.
 - A body has at most 8 MiB and nests at most 100 levels deep. All bodies in flight have 64 MiB
@@ -85,8 +87,9 @@ def written() -> str:
 
 def _schemas() -> str:
     items = ", ".join(f"{most:,} in `{keyword}`" for keyword, most in MOST_ITEMS.items())
-    return f"""A JSON schema is `format`, `response_format`, or the `parameters` of a tool that
-must be called. It has at most {MOST_BYTES >> 10} KiB of text, {MOST_VALUES:,} names and values,
+    return f"""A JSON schema is `format`, `response_format`, or the
+`parameters` or `input_schema` of a tool that must be called.
+It has at most {MOST_BYTES >> 10} KiB of text, {MOST_VALUES:,} names and values,
 {MOST_DEPTH} levels, {MOST_CHAIN} definitions along `$ref`, and {MOST_PATTERNS} patterns of
 {MOST_PATTERN_CHARACTERS:,} characters each; items by keyword: {items}.
 One that is larger, invalid, or takes more than {COMPILE_SECONDS:g} s or too much memory is

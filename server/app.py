@@ -17,6 +17,10 @@ from moeinf.errors import MoeinfError
 from moeinf.runtime.config import EngineConfig, ServerSettings, Settings
 from moeinf.server.api import embeddings, memory_api, ollama_api, openai_api, pull_api
 from moeinf.server.api.answers import BadRequest, noted
+from moeinf.server.api.messages import answer as messages_answer
+from moeinf.server.api.messages import messages_api
+from moeinf.server.api.responses import responses_api
+from moeinf.server.api.responses.store import ResponseStore
 from moeinf.server.engines.model_manager import Host
 from moeinf.server.http.json_text import Answer
 from moeinf.server.http.refusals import Refusal, UnknownPath, WrongMethod
@@ -48,8 +52,8 @@ def metrics(request: Request) -> str:
     """Return metrics in Prometheus' text format, under vLLM's names where it has them.
 
     The label `model_name` is on every sample. `request_success_total` also has `kind`
-    (`generation` or `embedding`, one per input) and `finished_reason`. Times are measured by
-    the engine, from when a request reaches a loaded model.
+    (`generation`, `count`, or `embedding`, one per input) and `finished_reason`. Times are measured
+    by the engine, from when a request reaches a loaded model.
     """
     found: Metrics = request.app.state.metrics
     return found.exposition()
@@ -84,8 +88,17 @@ def create_app(
     app.state.host = Host(settings, server, config, say)
     app.state.metrics = Metrics(lambda: app.state.host.loaded())
     app.state.settings = settings
+    app.state.responses = ResponseStore()
     app.state.context_shift = server.context_shift
-    for routes in (ollama_api, openai_api, embeddings, pull_api, memory_api):
+    for routes in (
+        ollama_api,
+        openai_api,
+        messages_api,
+        responses_api,
+        embeddings,
+        pull_api,
+        memory_api,
+    ):
         app.include_router(routes.router)
     app.include_router(router)
     _word_errors(app, settings)
@@ -142,6 +155,8 @@ def _told(request: Request, error: MoeinfError) -> JSONResponse:
 
 def _document(path: str, error: MoeinfError) -> dict[str, Any]:
     """Return an error in the form of the API that the path belongs to."""
+    if path == "/v1/messages" or path.startswith("/v1/messages/"):
+        return messages_answer.error_document(error)
     if path.startswith("/v1/"):
         return openai_api.error_document(error)
     return ollama_api.error_document(error)

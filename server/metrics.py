@@ -147,7 +147,7 @@ class Metrics:
         return see
 
     def _count(self, model: str, job: Job, event: Ended | Failed) -> None:
-        kind = "embedding" if job.embed else "generation"
+        kind = "count" if job.counts else "embedding" if job.embed else "generation"
         self._requests.labels(model, kind, _reason(event)).inc()
         times = job.times
         for histogram, seconds in (

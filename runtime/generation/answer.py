@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Literal
 
 import numpy as np
@@ -51,6 +52,11 @@ class Answer:
         return piece
 
     @property
+    def stop_text(self) -> str:
+        """The stop text that ended the answer, if one did."""
+        return self._text.found
+
+    @property
     def left(self) -> int:
         """The number of tokens that may still come."""
         return self._most - len(self.tokens)
@@ -66,15 +72,16 @@ class StopFinder:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = [stop for stop in stops if stop]
         self._held = ""
-        self.found = False
+        self.found = ""  # the stop text that ended the answer
 
     def add(self, text: str) -> str:
         """Return the text that may be shown now."""
         held = self._held + text
-        places = [place for stop in self._stops if (place := held.find(stop)) >= 0]
+        places = [(place, stop) for stop in self._stops if (place := held.find(stop)) >= 0]
         if places:
-            self.found, self._held = True, ""
-            return held[: min(places)]
+            first, self.found = min(places, key=itemgetter(0))
+            self._held = ""
+            return held[:first]
         keep = max((overlap(held, stop) for stop in self._stops), default=0)
         self._held = held[len(held) - keep :]
         return held[: len(held) - keep]

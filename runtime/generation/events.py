@@ -31,10 +31,14 @@ class TokenInfo:
 
 @dataclass(frozen=True)
 class Piece:
-    """Text that has become certain; empty while a character or a stop text is undecided."""
+    """Text that has become certain; empty while a character or a stop text is undecided.
+
+    tokens: of the answer so far.
+    """
 
     text: str
     info: TokenInfo | None = None
+    tokens: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,7 @@ class Ended:
     counted: bool = False  # its routing is recorded: all of its prompt was read
     drafted: int = 0  # tokens checked beside the one that was certain
     accepted: int = 0  # of them, those that became tokens of the answer
+    stop_text: str = ""  # of the request's limits: the one that ended the answer
 
     @property
     def tokens(self) -> int:

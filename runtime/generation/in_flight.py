@@ -100,6 +100,7 @@ class Running:
             counted=self.prefilled,
             drafted=self.drafts.drafted,
             accepted=self.drafts.accepted,
+            stop_text=self.answer.stop_text,
         )
 
     def close(self) -> None:

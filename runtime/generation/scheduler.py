@@ -355,7 +355,7 @@ class Scheduler:
         best = one.request.logprobs
         info = None if best is None else token_info(allowed, token, best)
         if text or info is not None:
-            one.request.emit(Piece(text, info))
+            one.request.emit(Piece(text, info, len(one.answer.tokens)))
 
     def _end(self, one: Running, reason: Literal["stop", "length", "cancelled"]) -> None:
         if reason == "cancelled" and self.closing is not None:  # by us: a client must not take it

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
+from fastapi import Request as HttpRequest
+
 from moeinf.runtime.generation.events import (
     Ended,
     Event,
@@ -24,8 +26,10 @@ from moeinf.runtime.generation.turns import latest_turns
 from moeinf.runtime.text.answer_parser import Said, Speech
 from moeinf.runtime.text.reasoning import thinks
 from moeinf.runtime.text.tool_calls import Call, Tool, format_of, knows_tools
-from moeinf.server.api.answers import BadRequest
+from moeinf.server.api.answers import BadRequest, events
 from moeinf.server.api.prompts import refuse_sources
+from moeinf.server.engines.jobs import Job
+from moeinf.server.engines.model_manager import Host, Loaded
 
 if TYPE_CHECKING:
     from moeinf.runtime.engine.engine import Engine
@@ -78,10 +82,14 @@ class Reply:
 
 @dataclass(frozen=True)
 class Heard:
-    """A piece of an answer in parts; empty while nothing is certain."""
+    """A piece of an answer in parts; empty while nothing is certain.
+
+    tokens: of the answer so far; 0 for what remains at its end.
+    """
 
     parts: list[Part]
     info: TokenInfo | None = None
+    tokens: int = 0
 
 
 class Text:
@@ -91,6 +99,10 @@ class Text:
 
     def __init__(self, text: str) -> None:
         self._text = text
+
+    def about(self) -> dict[str, int]:
+        """Return our field of an answer for messages that did not fit the context."""
+        return {"dropped_messages": self.dropped} if self.dropped else {}
 
     def prepare(self, engine: Engine) -> list[int]:
         refuse_sources(engine)
@@ -182,15 +194,33 @@ class Chat(Text):
                 self._calls += 1
 
 
+async def begun(
+    request: HttpRequest, model: str, job: Job, turn: Text
+) -> tuple[Loaded, AsyncIterator[Heard | Reading | Ended | Failed]]:
+    """Load the model and submit the job; return the answer's events once the first has come.
+
+    Raises what Host.model and events raise, and the error of a Failed that comes first, so that a
+    status can still report it.
+    """
+    host: Host = request.app.state.host
+    loaded = await host.model(model)
+    answer = events(loaded, job, request)
+    first = await anext(answer)
+    if isinstance(first, Failed):
+        raise first.error
+    return loaded, heard(first, answer, turn)
+
+
 async def heard(
     first: Event, answer: AsyncGenerator[Event], turn: Text
 ) -> AsyncIterator[Heard | Reading | Ended | Failed]:
     """Yield an answer's events with its text in parts; the last is Ended or Failed."""
     event = first
     while isinstance(event, Piece | Reading):
-        yield (
-            event if isinstance(event, Reading) else Heard(list(turn.hear(event.text)), event.info)
-        )
+        if isinstance(event, Reading):
+            yield event
+        else:
+            yield Heard(list(turn.hear(event.text)), event.info, event.tokens)
         event = await anext(answer)
     assert isinstance(event, Ended | Failed)  # vectors are of jobs that embed
     rest = list(turn.end())

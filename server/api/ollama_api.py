@@ -246,9 +246,8 @@ def _probabilities(loaded: Loaded, event: Heard) -> list[dict[str, Any]]:
 
 def _figures(ended: Ended, form: _Form) -> dict[str, Any]:
     ns = 1_000_000_000
-    dropped = form.turn.dropped
     return {
-        **({"dropped_messages": dropped} if dropped else {}),
+        **form.turn.about(),
         "done_reason": "stop" if ended.reason == "stop" else "length",
         "total_duration": round((time.perf_counter() - form.start) * ns),
         "load_duration": round(form.load_seconds * ns),

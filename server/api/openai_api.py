@@ -17,9 +17,9 @@ from moeinf.runtime.config import Settings
 from moeinf.runtime.generation.events import Ended, Failed, Reading, TokenInfo
 from moeinf.runtime.generation.prompts import text_prompt
 from moeinf.runtime.library.manifest import Manifest
-from moeinf.runtime.requests import Limits, SamplingOptions
+from moeinf.runtime.requests import Limits
 from moeinf.runtime.sampling.grammar import call_of_one, json_of
-from moeinf.server.api.answers import BadRequest, events, noted, words_of
+from moeinf.server.api.answers import BadRequest, noted, words_of
 from moeinf.server.api.bounds import Few, Inputs, Listed, StopText, Tokens
 from moeinf.server.api.chat_turn import (
     Called,
@@ -27,7 +27,7 @@ from moeinf.server.api.chat_turn import (
     Heard,
     Reply,
     Text,
-    heard,
+    begun,
     progress_of,
 )
 from moeinf.server.api.logprobs import LegacyWords, token_words
@@ -35,17 +35,17 @@ from moeinf.server.api.openai_format import (
     Message,
     ToolAsked,
     ToolChoice,
-    chosen_tools,
     deltas_of,
-    effort_of,
     message_of,
+    offered_by,
     plain,
     reason_of,
     usage_of,
 )
 from moeinf.server.api.optional_fields import Said
-from moeinf.server.api.other_fields import Lenient
 from moeinf.server.api.prompts import refuse_sources
+from moeinf.server.api.sampling_fields import Sampled
+from moeinf.server.api.tool_choice import chosen_tools, effort_of
 from moeinf.server.engines.jobs import Job
 from moeinf.server.engines.model_manager import Host, Loaded
 from moeinf.server.http.bodies import JsonRoute
@@ -78,44 +78,18 @@ class ResponseFormat(Said):
     json_schema: JsonSchema | None = None
 
 
-class Asked(Lenient):
+class Asked(Sampled):
     """The common fields of both kinds of completions.
 
-    max_tokens -1: until the context ends. repetition_penalty is transformers' name: it counts all
-    tokens before, and repeat_penalty the last repeat_last_n. return_progress is llama.cpp's.
+    max_tokens -1: until the context ends. return_progress is llama.cpp's.
     """
 
     model: str
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     return_progress: bool = False
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, ge=0, le=1)
-    top_k: int | None = Field(None, ge=-1)
-    min_p: float | None = None
-    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
-    repeat_penalty: float | None = None
-    repeat_last_n: int | None = None
-    seed: int | None = None
     stop: StopText | Few[StopText] | None = None
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
     max_tokens: int | None = Field(None, ge=-1)
-
-    def sampling(self) -> SamplingOptions:
-        chosen = SamplingOptions()
-        if self.repetition_penalty is not None:
-            chosen = SamplingOptions(repeat_penalty=self.repetition_penalty, repeat_last_n=-1)
-        for name in (
-            "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty",
-            "frequency_penalty", "repeat_penalty", "repeat_last_n",
-        ):  # fmt: skip
-            value = getattr(self, name)
-            if name == "top_k" and value == -1:
-                value = 0  # vLLM's name for all tokens
-            if value is not None:
-                chosen = chosen.having(name, value)
-        return chosen
 
     def limits(self, most: int | None) -> Limits:
         """Return the limits of an answer of `most` tokens; None and -1: until the context ends."""
@@ -168,7 +142,9 @@ class _Kind:
 async def chat_completions(asked: ChatRequest, request: Request) -> Response:
     asked.check_others(request)
     messages = [plain(message) for message in asked.messages]
-    tools, must_call = chosen_tools(asked.tools or [], asked.tool_choice)
+    named = asked.tool_choice.function.name if isinstance(asked.tool_choice, ToolChoice) else None
+    choice = asked.tool_choice if isinstance(asked.tool_choice, str) else None
+    tools, must_call = chosen_tools(offered_by(asked.tools or []), choice, named)
     turn = Chat(
         messages,
         tools,
@@ -268,24 +244,18 @@ async def _answer(
     word: Callable[[Engine, TokenInfo], Any],
     opening: bool = False,
 ) -> Response:
-    host: Host = request.app.state.host
-    loaded = await host.model(asked.model)
-    answer = events(loaded, job, request)
-    first = await anext(answer)
-    if isinstance(first, Failed):
-        raise first.error
+    loaded, told = await begun(request, asked.model, job, turn)
     if asked.stream:
-        told = heard(first, answer, turn)
         lines = _stream(loaded, told, asked, turn, kind, word, opening, request.app.state.settings)
         return StreamingResponse(lines, media_type="text/event-stream")
     reply, found = Reply(), list[Any]()
-    async for event in heard(first, answer, turn):
+    async for event in told:
         if isinstance(event, Failed):
             raise event.error
         if isinstance(event, Ended):
             choice = kind.whole(reply, found, reason_of(event, bool(reply.calls)))
             document = kind.around([choice], chunk=False)
-            return Answer({**document, "usage": usage_of(event), **_dropped(turn)})
+            return Answer({**document, "usage": usage_of(event), **turn.about()})
         if isinstance(event, Reading):
             continue
         found += _words(loaded, event, word)
@@ -319,7 +289,7 @@ async def _stream(
             return
         if isinstance(event, Ended):
             choice = kind.last(reason_of(event, called))
-            yield _event({**kind.around([choice], chunk=True), **extra, **_dropped(turn)})
+            yield _event({**kind.around([choice], chunk=True), **extra, **turn.about()})
             if usage:
                 yield _event({**kind.around([], chunk=True), "usage": usage_of(event)})
             continue
@@ -339,11 +309,6 @@ async def _stream(
     yield "data: [DONE]\n\n"
 
 
-def _dropped(turn: Text) -> dict[str, int]:
-    """Return our field for messages that did not fit the context."""
-    return {"dropped_messages": turn.dropped} if turn.dropped else {}
-
-
 def _words(loaded: Loaded, event: Heard, word: Callable[[Engine, TokenInfo], Any]) -> list[Any]:
     engine = loaded.worker.engine
     return [] if event.info is None or engine is None else [word(engine, event.info)]
@@ -351,9 +316,12 @@ def _words(loaded: Loaded, event: Heard, word: Callable[[Engine, TokenInfo], Any
 
 @router.get("/models")
 def models(request: Request) -> dict[str, Any]:
+    """Return all models, in the forms of OpenAI and Anthropic at once."""
     host: Host = request.app.state.host
     found = [entry.manifest for entry in host.library.installed()]
-    return {"object": "list", "data": [_described(m) for m in found if m is not None]}
+    data = [_described(m) for m in found if m is not None]
+    ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {}
+    return {"object": "list", "data": data, "has_more": False, **ends}
 
 
 @router.get("/models/{name:path}")
@@ -366,7 +334,9 @@ def _described(m: Manifest) -> dict[str, Any]:
     import datetime
 
     created = int(datetime.datetime.fromisoformat(m.created_at).timestamp())
-    return {"id": str(m.model), "object": "model", "created": created, "owned_by": "moeinf"}
+    openai = {"object": "model", "created": created, "owned_by": "moeinf"}
+    anthropic = {"type": "model", "display_name": str(m.model), "created_at": m.created_at}
+    return {"id": str(m.model), **openai, **anthropic, "max_input_tokens": m.max_context}
 
 
 def _event(document: dict[str, Any]) -> str:

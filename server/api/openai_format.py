@@ -56,37 +56,9 @@ class ToolChoice(BaseModel):
     function: _Named
 
 
-def chosen_tools(
-    tools: list[ToolAsked], choice: str | ToolChoice | None
-) -> tuple[list[dict[str, Any]], bool]:
-    """Return the offered tools, and whether one must be called. Raises BadRequest."""
-    if choice == "none":
-        return [], False
-    offered = [{"type": "function", **tool.model_dump(exclude_unset=True)} for tool in tools]
-    if isinstance(choice, ToolChoice):
-        name = choice.function.name
-        offered = [tool for tool in offered if tool["function"]["name"] == name]
-        if not offered:
-            raise BadRequest(
-                f"tool_choice: {name!r} is invalid (expected the name of a tool in tools)"
-            )
-    must = choice == "required" or isinstance(choice, ToolChoice)
-    if must and not offered:
-        raise BadRequest("tool_choice: the request has no tools")
-    return offered, must
-
-
-def effort_of(said: str | None) -> bool | str | None:
-    """Return reasoning_effort in the templates' form. Raises BadRequest."""
-    known: dict[str | None, bool | str | None] = {
-        None: None, "none": False, "minimal": "low", "low": "low", "medium": "medium",
-        "high": "high", "xhigh": "high",
-    }  # fmt: skip
-    if said not in known:
-        raise BadRequest(
-            f"reasoning_effort: {said!r} is invalid (expected none, low, medium or high)"
-        )
-    return known[said]
+def offered_by(tools: list[ToolAsked]) -> list[dict[str, Any]]:
+    """Return tools in the templates' form, which is OpenAI's."""
+    return [{"type": "function", **tool.model_dump(exclude_unset=True)} for tool in tools]
 
 
 def message_of(reply: Reply) -> dict[str, Any]:

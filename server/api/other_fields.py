@@ -6,7 +6,8 @@ of services and engines that they know. docs/server.md lists both.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from fastapi import Request
 from pydantic import ConfigDict
@@ -30,6 +31,8 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "functions": (([],), "use tools"),
     "function_call": (("none", "auto"), "use tool_choice"),
     "web_search_options": ((), "the server does not search"),
+    "mcp_servers": (([],), "the server calls no tools"),
+    "container": ((), "the server runs no code"),
     "documents": (([],), "use chat_template_kwargs"),
     "moderation": ((), "answers are not checked"),
     "prompt_logprobs": ((False,), "only tokens of the answer have log-probabilities"),
@@ -64,11 +67,12 @@ class Lenient(Said):
     """A request that may have fields of other services and engines."""
 
     model_config = ConfigDict(extra="allow")
+    refused: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = REFUSED
 
     def check_others(self, request: Request) -> None:
         """Note the fields without an effect. Raises BadRequest for one that must not be ignored."""
         others = self.model_extra or {}
-        for name, (harmless, why) in REFUSED.items():
+        for name, (harmless, why) in self.refused.items():
             if name in others and others[name] not in harmless:
                 raise BadRequest(f"{name}: the value is not supported ({why})", name)
-        notes_of(request).ignore(name for name in others if name not in REFUSED)
+        notes_of(request).ignore(name for name in others if name not in self.refused)

@@ -1,11 +1,11 @@
-"""Read messages in both APIs' forms, and refuse inputs without a prompt.
+"""Read messages in the APIs' forms, and refuse inputs without a prompt.
 
 It never takes a template from a request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict
@@ -48,6 +48,27 @@ class MessageExtras(Said):
     def dump(self) -> dict[str, Any]:
         """Return the given fields; a None is left out, except in the arguments of a call."""
         return self.model_dump(exclude_unset=True)
+
+
+def joined(texts: Iterable[str]) -> str:
+    """Return texts that follow each other as one, without the empty ones."""
+    return "\n\n".join(text for text in texts if text)
+
+
+def add_turn(found: list[dict[str, Any]], turn: dict[str, Any]) -> None:
+    """Add a message for a template; join it with the one before if both have the same role.
+
+    Templates refuse two turns of one role. A tool's result always stays apart.
+    """
+    last = found[-1] if found else None
+    if last is None or last["role"] != turn["role"] or turn["role"] == "tool":
+        found.append(turn)
+        return
+    for name in ("content", "reasoning_content"):
+        if turn.get(name):
+            last[name] = joined([last.get(name, ""), turn[name]])
+    if "tool_calls" in turn:
+        last["tool_calls"] = [*last.get("tool_calls", ()), *turn["tool_calls"]]
 
 
 def refuse_sources(engine: Engine) -> None:

@@ -31,10 +31,12 @@ class Unloaded(Unavailable, RuntimeError):
 class Job(Request):
     """A request that any thread may cancel. It emits Reading while a long prompt is read.
 
+    counts: the result is the number of the prompt's tokens in Ended; it needs no place.
     progress: of its prompt; None before its prefill.
     """
 
     cancelled: threading.Event = field(default_factory=threading.Event)
+    counts: bool = False
     progress: Reading | None = None
     _told: float = 0.0  # seconds of prefill before the last report
 

@@ -185,19 +185,32 @@ class Worker:
             self._tell_cancelled(gone)
             scheduler.place()
             while not self._closing and (job := self._next(scheduler)) is not None:
-                scheduler.begin(job)
+                if job.counts:
+                    self._count(job)
+                else:
+                    scheduler.begin(job)
                 self._beginning = None
+                if job.counts:
+                    break  # passes of others go on between two counts
             scheduler.round()
 
     def _next(self, scheduler: Scheduler) -> Job | None:
         """Take the oldest waiting job that may begin; it is `_beginning` then."""
         with self._changed:
             for place, job in enumerate(self._waiting):
-                if scheduler.admits(job):
+                if job.counts or scheduler.admits(job):
                     del self._waiting[place]
                     self._beginning = job
                     return job
             return None
+
+    def _count(self, job: Job) -> None:
+        """Tell how many tokens a job's prompt has."""
+        assert self.engine is not None
+        try:
+            job.emit(Ended("stop", prompt_tokens=len(job.prepare(self.engine))))
+        except BaseException as error:  # a panic of Rust is no Exception
+            job.emit(Failed(as_exception(error)))
 
     def _drop_cancelled(self) -> list[Job]:
         """Remove the queued jobs of clients that have gone; they still need a last event."""

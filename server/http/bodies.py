@@ -71,6 +71,10 @@ class Body:
         beyond = max(0, containers - FREE_CONTAINERS) * CONTAINER_BYTES
         self._take(min(beyond, _MOST_CONTAINERS_BYTES))
 
+    def hold(self, count: int) -> None:
+        """Count bytes that are read for the request besides its body. Raises BodiesTooLong."""
+        self._take(count)
+
     def close(self) -> None:
         self._budget.give_back(self._taken)
         self._taken = 0

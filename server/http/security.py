@@ -100,8 +100,9 @@ class Guard:
         key = self._settings.api_key
         if key is not None and scope["path"] not in _OPEN and scope["method"] != "OPTIONS":
             scheme, _, given = headers.get("authorization", "").partition(" ")
-            known = hmac.compare_digest(given.strip().encode(), key.encode())
-            if not (known and scheme.lower() == "bearer"):
+            bearer = given.strip() if scheme.lower() == "bearer" else ""
+            both = (bearer, headers.get("x-api-key", ""))  # the second is Anthropic's
+            if not any(hmac.compare_digest(one.encode(), key.encode()) for one in both):
                 words = "the API key is missing or wrong: send Authorization: Bearer KEY"
                 return InvalidApiKey(words)
         length = headers.get("content-length", "0")

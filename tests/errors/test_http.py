@@ -52,6 +52,7 @@ CASES |= {
     "body_too_long": ask("/api/show", content=b" " * (8 << 20) + b"{}"),
     "unknown_path": ask("/nowhere", "GET"),
     "wrong_method": ask("/api/generate", "GET"),
+    "response_not_found": ask("/v1/responses/resp_1", "GET"),
     "headers_too_long": ask("/api/tags", "GET", headers={"X": "a" * (65 << 10)}),
 }
 
@@ -131,6 +132,8 @@ def test_an_error(code: str, place: Place) -> None:
     with serving(place.home, **place.server) as address:
         answer = asked(address)
     told = answer.json()
+    if isinstance(told["error"], dict):  # under /v1
+        told = {**told["error"], "error": told["error"]["message"]}
     assert (answer.status_code, told["code"]) == (kind.http_status, code)
     check_words(f"server: {code}", [place.plain(told["error"])])
 

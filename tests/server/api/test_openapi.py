@@ -39,3 +39,4 @@ def test_no_request_is_answered_with_a_fault_of_ours(address: str) -> None:
         ask()
     assert faults == []
     assert {"/api/chat", "/v1/chat/completions", "/v1/embeddings"} <= asked
+    assert {"/v1/messages", "/v1/messages/count_tokens", "/v1/responses"} <= asked

@@ -1,0 +1,1 @@
+"""Anthropic's Messages API: its requests, its content blocks and its events."""

@@ -1,0 +1,1 @@
+"""OpenAI's Responses API: its requests, its output items and events, and the stored responses."""

@@ -1,0 +1,132 @@
+"""Keep responses for later requests, in RAM and within limits. They are gone after a restart."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from moeinf.errors import NotFound
+from moeinf.server.http.bodies import Body
+
+MOST_RESPONSES = 1000
+MOST_STORED_BYTES = 32 << 20  # of their JSON
+
+
+class NoSuchResponse(NotFound):
+    """No response of the id is stored."""
+
+    code = "response_not_found"
+    hint = "the whole conversation in `input`"
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A response as JSON: its document; its own input items, `own` of them, and its output."""
+
+    document: bytes
+    items: bytes
+    own: int
+    containers: int  # objects and lists in items
+    previous: str | None
+
+    @property
+    def size(self) -> int:
+        return len(self.document) + len(self.items)
+
+    def read(self, body: Body) -> list[dict[str, Any]]:
+        """Return the items; body: of the request that reads them, which counts their memory."""
+        body.hold(len(self.items))
+        body.admit(self.containers)
+        found: list[dict[str, Any]] = json.loads(self.items.decode("utf-8", "surrogatepass"))
+        return found
+
+
+class ResponseStore:
+    """The responses used last. The event loop calls all methods."""
+
+    def __init__(self) -> None:
+        self._stored: OrderedDict[str, _Stored] = OrderedDict()  # the oldest use first
+        self.held_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    def put(self, document: dict[str, Any], items: list[dict[str, Any]]) -> None:
+        """Keep a response; those with the oldest use leave. One beyond the limit is not kept."""
+        said = [*items, *map(_plain, document["output"])]
+        previous = document["previous_response_id"]
+        one = _Stored(_text(document), _text(said), len(items), _containers(said), previous)
+        if one.size > MOST_STORED_BYTES:
+            return
+        self._stored[document["id"]] = one
+        self.held_bytes += one.size
+        while len(self._stored) > MOST_RESPONSES or self.held_bytes > MOST_STORED_BYTES:
+            self._forget(next(iter(self._stored)))
+
+    def document(self, name: str) -> dict[str, Any]:
+        """Return a response's document. Raises NoSuchResponse."""
+        text = self._used(name).document.decode("utf-8", "surrogatepass")
+        found: dict[str, Any] = json.loads(text)
+        return found
+
+    def delete(self, name: str) -> None:
+        """Forget a response. Raises NoSuchResponse."""
+        self._used(name)
+        self._forget(name)
+
+    def input_of(self, name: str, body: Body) -> list[dict[str, Any]]:
+        """Return all items that a response answers, from the first of its conversation.
+
+        body: of the request that reads them, which then counts their memory. Raises NoSuchResponse
+        also for an earlier response, BodiesTooLong.
+        """
+        one = self._used(name)
+        before = [] if one.previous is None else self.conversation(one.previous, body)
+        return [*before, *one.read(body)[: one.own]]
+
+    def conversation(self, name: str, body: Body) -> list[dict[str, Any]]:
+        """Return the items of a response's conversation, its output included.
+
+        body: as of input_of. Raises NoSuchResponse, BodiesTooLong.
+        """
+        chain = reversed(list(self._chain(name)))
+        return [item for one in chain for item in one.read(body)]
+
+    def _chain(self, name: str | None) -> Iterator[_Stored]:
+        """Give a response and those before it, the newest first."""
+        while name is not None:
+            one = self._used(name)
+            yield one
+            name = one.previous
+
+    def _used(self, name: str) -> _Stored:
+        one = self._stored.get(name)
+        if one is None:
+            raise NoSuchResponse(f"there is no response {name[:80]!r}")
+        self._stored.move_to_end(name)
+        return one
+
+    def _forget(self, name: str) -> None:
+        self.held_bytes -= self._stored.pop(name).size
+
+
+def _text(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
+
+
+def _plain(item: dict[str, Any]) -> dict[str, Any]:
+    """Return an item of an answer without log-probabilities."""
+    if item["type"] != "message":
+        return item
+    parts = [{key: part[key] for key in part if key != "logprobs"} for part in item["content"]]
+    return {**item, "content": parts}
+
+
+def _containers(value: Any) -> int:
+    """Return the number of objects and lists in a value."""
+    if isinstance(value, dict):
+        return 1 + sum(map(_containers, value.values()))
+    return 1 + sum(map(_containers, value)) if isinstance(value, list) else 0
