@@ -4,8 +4,9 @@ Run: python scripts/bench_ahead.py [--folder .] [--policies adaptive,eamc] [--bu
 
 Routing and hints: the first layers of a recording, hints of a modelled gate. Reads are real, past
 the page cache where the drive allows it; computing is a wait. Another process reads the same files
-all the time with --busy reads in flight; 0: the drive is idle. Both stores of a policy take turns
-of 4 tokens. Prints tokens/s without, with, and their ratio.
+all the time with --busy reads in flight; 0: the drive is idle. Three stores of a policy take turns
+of 4 tokens, the first two without reads ahead. Prints tokens/s without, with, their ratio, and the
+noise: the ratio of the first two, which are alike.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import tempfile
 import time
 from dataclasses import replace
 from functools import cache
+from itertools import cycle, permutations
 from pathlib import Path
 
 import torch
@@ -113,16 +115,17 @@ def load(pieces: list[FileRange], in_flight: int) -> None:
 
 
 def compare(name: str, pieces: list[FileRange], tokens: int, layer_ms: float) -> None:
-    sides = [Side(name, ahead, pieces, layer_ms) for ahead in (False, True)]
-    for turn, first in enumerate(range(0, tokens, TURN)):
-        for side in sides if turn % 2 else sides[::-1]:
+    sides = [Side(name, ahead, pieces, layer_ms) for ahead in (False, False, True)]
+    for first, order in zip(range(0, tokens, TURN), cycle(permutations(sides)), strict=False):
+        for side in order:
             side.run(first, TURN)
-    without, ahead = (tokens / sum(side.seconds) for side in sides)
-    stats = sides[1].store.stats
+    *alike, ahead = (tokens / sum(side.seconds) for side in sides)
+    without, stats = sum(alike) / len(alike), sides[-1].store.stats
     print(
         f"{name}: {without:.2f} without, {ahead:.2f} with, ratio {ahead / without:.3f}, "
+        f"noise {alike[1] / alike[0]:.3f}, "
         f"{stats.ahead_bytes_read / 2**20 / tokens:.1f} MiB a token ahead, "
-        f"{sides[1].store.host._transfer._queue.counters().yields} yields",
+        f"{sides[-1].store.host._transfer._queue.counters().yields} yields",
         flush=True,
     )
     for side in sides:

@@ -3,10 +3,11 @@
 Run: python -m scripts.bench_real_hints [--policies learned,adaptive] [--memory 20%,35%]
      [--per-kind 6] [--read-us 500]
 
-Two engines of a policy take turns by exercise; the second never reads ahead of demand. Every read
-of the drive takes --read-us microseconds longer. Prints tokens/s of decoding and their ratio, with
-the central 90 % of a bootstrap over exercises, and the same ratio of the processor time of the
-engine's thread, which other programs disturb less. Needs gcc.
+Three engines of a policy take turns by exercise; the second and third never read ahead of demand.
+Every read of the drive takes --read-us microseconds longer. Prints tokens/s of decoding and their
+ratio, with the central 90 % of a bootstrap over exercises; the same ratio of the processor time of
+the engine's thread, which other programs disturb less; and the noise: the ratio of the third
+engine to the second, which are alike. Needs gcc.
 """
 
 from __future__ import annotations
@@ -15,22 +16,29 @@ import argparse
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from dataclasses import replace
+from itertools import cycle, permutations
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moeinf.cli.commands.models.pull import ensure
 from moeinf.cli.output import Output
-from moeinf.runtime.config import EngineConfig, read_environment
+from moeinf.runtime.config import EngineConfig, Settings, read_environment
 from moeinf.runtime.engine import loader
 from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.generation.chat import Conversation
+from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.requests import Limits, SamplingOptions
 from moeinf.runtime.sizes import parse_memory
 from scripts.eval_demo import exercises
 from scripts.lossy import run_on_slow_drive
 
+Seconds = NDArray[np.float64]  # by exercise
+Draws = NDArray[np.int64]  # exercises by bootstrap sample
 NEVER = 2.0  # of decode time: no engine waits that long
 
 
@@ -41,34 +49,51 @@ def compare(policy: str, memory: str, per_kind: int) -> str:
     config = EngineConfig(memory=parse_memory(memory), trace=False)
     config = replace(config, policy=policy)
     rows = []
-    with Engine.open(manifest, folder, config, settings) as ahead:
-        loader._WORTH_SHARE = NEVER
-        with Engine.open(manifest, folder, config, settings) as without:
-            before = ahead.store.stats.copy()
-            for turn, item in enumerate(exercises("heldout", per_kind)):
-                row = {}
-                for engine in (ahead, without) if turn % 2 else (without, ahead):
-                    answer = Conversation(engine).ask(
-                        item["prompt"], SamplingOptions(temperature=0), Limits(max_tokens=128)
-                    )
-                    chunks = iter(answer)
-                    text, begin = next(chunks), time.thread_time()
-                    text += "".join(chunks)
-                    spent = time.thread_time() - begin
-                    row[engine] = (text, answer.decode_steps, answer.decode_seconds, spent)
-                assert row[ahead][:2] == row[without][:2]
-                rows.append((row[ahead][1], *row[without][2:], *row[ahead][2:]))
-            read = ahead.store.stats.since(before).ahead_bytes_read
-    tokens, slow, slow_cpu, fast, fast_cpu = np.array(rows).T
+    with ExitStack() as opened:
+        ahead, *without = [
+            opened.enter_context(_engine(manifest, folder, config, settings, worth_share))
+            for worth_share in (loader._WORTH_SHARE, NEVER, NEVER)
+        ]
+        before = ahead.store.stats.copy()
+        orders = cycle(permutations([ahead, *without]))
+        for item, order in zip(exercises("heldout", per_kind), orders, strict=False):
+            row = {engine: _answer(engine, item["prompt"]) for engine in order}
+            assert len({done[:2] for done in row.values()}) == 1
+            rows.append([row[ahead][1], *(done for e in (ahead, *without) for done in row[e][2:])])
+        read = ahead.store.stats.since(before).ahead_bytes_read
+    tokens, *spent = np.array(rows).T
+    times, cpu = np.array(spent[::2]), np.array(spent[1::2])
     draws = np.random.default_rng(0).integers(len(rows), size=(2000, len(rows)))
-    low, high = np.quantile(slow[draws].sum(1) / fast[draws].sum(1), (0.05, 0.95))
-    speeds = tokens.sum() / slow.sum(), tokens.sum() / fast.sum()
     return (
-        f"| {memory} | {policy} | {speeds[0]:.0f} | {speeds[1]:.0f} "
-        f"| {slow.sum() / fast.sum():.3f} ({low:.3f} to {high:.3f}) "
-        f"| {slow_cpu.sum() / fast_cpu.sum():.3f} "
+        f"| {memory} | {policy} | {tokens.sum() / times[1].sum():.0f} "
+        f"| {tokens.sum() / times[0].sum():.0f} | {_ratio(times[1:].mean(0), times[0], draws)} "
+        f"| {cpu[1:].mean(0).sum() / cpu[0].sum():.3f} | {_ratio(times[1], times[2], draws)} "
         f"| {read / tokens.sum() / 1024:.0f} KiB |"
     )
+
+
+def _engine(
+    manifest: Manifest, folder: Path, config: EngineConfig, settings: Settings, worth_share: float
+) -> Engine:
+    with patch.object(loader, "_WORTH_SHARE", worth_share):
+        return Engine.open(manifest, folder, config, settings)
+
+
+def _answer(engine: Engine, prompt: str) -> tuple[str, int, float, float]:
+    """Return the text, its decode steps, their seconds, and those of the thread's processor."""
+    answer = Conversation(engine).ask(
+        prompt, SamplingOptions(temperature=0), Limits(max_tokens=128)
+    )
+    chunks = iter(answer)
+    text, begin = next(chunks), time.thread_time()
+    text += "".join(chunks)
+    return text, answer.decode_steps, answer.decode_seconds, time.thread_time() - begin
+
+
+def _ratio(slow: Seconds, fast: Seconds, draws: Draws) -> str:
+    """Return the ratio of the sums, with the central 90 % over `draws`."""
+    low, high = np.quantile(slow[draws].sum(1) / fast[draws].sum(1), (0.05, 0.95))
+    return f"{slow.sum() / fast.sum():.3f} ({low:.3f} to {high:.3f})"
 
 
 def main() -> None:

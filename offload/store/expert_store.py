@@ -204,7 +204,7 @@ class ExpertStore:
             waited = self.stats.stall_seconds - self._stalled
             seconds = time.perf_counter() - self._began
             if self._wishes:
-                self.host.measure(seconds - waited, waited)
+                self.host.measure(seconds - waited)
             self._gate.passed(waited, seconds, self.host.judge.saved)
         accepted = None if accepted_rows is None else accepted_rows.numpy()
         try:
@@ -327,6 +327,7 @@ class _LayerRun:
         self._layer, self._work = layer, work
         self._ready = deque(hits)  # resident and pinned
         self._unasked = misses  # without a slot
+        self._misses, self._stalled = len(misses), self._host.stats.stall_seconds
 
     def ask(self) -> None:
         """Give slots to the first misses, while there are slots, and ask for their bytes.
@@ -361,6 +362,8 @@ class _LayerRun:
         except BaseException:
             self.abandon()
             raise
+        if self._host.decoding:
+            self._host.judge.layer(self._misses, self._host.stats.stall_seconds - self._stalled)
         self._store.ended()
         return self._work.result()
 

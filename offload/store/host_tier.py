@@ -197,9 +197,9 @@ class HostTier:
         for cell in self.table.present():
             policy.admitted(cell)
 
-    def measure(self, computing: float, waited: float) -> None:
-        """Tell the judge of wishes about a decode pass: its seconds without waits and in waits."""
-        self.judge.measured(computing, waited, self._transfer.calls(), self._pieces)
+    def measure(self, computing: float) -> None:
+        """Tell the judge of wishes about a decode pass: its seconds without waits."""
+        self.judge.measured(computing, self._transfer.calls(), self._pieces)
 
     def worth(self, wishes: Sequence[Wish], layer: int) -> list[Wish]:
         """Return those that are worth their time, once `layer` has been routed."""

@@ -7,15 +7,18 @@ together save at most the share of decode time spent waiting. If the share is sm
 worth their bytes, even with good predictions. The share is computed from decayed sums, so that
 short noise neither starts nor ends prefetching.
 
-`Judge` weighs each wish. If it is right, with probability p, its layer waits less: by the whole
-read, or by what fits before the layer, less the latency of one more call. (Where other programs
-keep a drive busy, a piece waits about as long as a whole expert.) If it is wrong, the demands that
-come meanwhile wait, each for half a piece, which the queue does not interrupt. And its victim may
-have to be read again:
+`Judge` weighs each wish. If it is right, with probability p, its layer has a miss less to wait for:
+it saves the wait of a miss, or what fits before the layer, less the latency of one more call.
+(Where other programs keep a drive busy, a piece waits about as long as a whole expert.) If it is
+wrong, the demands that come meanwhile wait, each for half a piece, which the queue does not
+interrupt. And its victim may have to be read again:
 
-    p · (min(read, layers until its own · layer) - call)  >  (1 - p) · (delay + regret · read)
+    p · (min(miss, layers until its own · layer) - call)  >  (1 - p) · (delay + regret · miss)
+    miss = slope of a layer's wait over its misses, at most the mean wait
     call = (pieces · piece - read) / (pieces - 1)
     delay = piece / 2 · min(pieces of the read, layers that it lasts)
+
+The misses of a layer are read at once. So one miss less may save much less than the mean wait.
 
 `Trial` weighs asking for hints and wishes. Reads ahead that came true have saved time, the others
 have cost some. If a few passes together have saved less than it took to compute hints and wishes,
@@ -187,7 +190,7 @@ class Judge:
     """Weighs the wishes of a model of L layers with E experts. times: None: all are worth it.
 
     A replay sets `times`, the engine measures them. saved: seconds that reads ahead have saved,
-    less those that they have cost. A read saves at most the mean wait for a read of demand.
+    less those that they have cost.
     """
 
     def __init__(self, layers: int, experts: int, times: Times | None = None) -> None:
@@ -197,13 +200,19 @@ class Judge:
         self._claims: dict[int, _Claim] = {}  # by cell
         self.saved = 0.0
         self._victims: tuple[set[int], set[int]] = set(), set()  # of the last pass, of this one
-        # decayed: layers, whole reads, pieces, each with its seconds; the seconds of waits
-        self._measured = [0.0] * 7
-        self._wait: float | None = None  # for a read of demand; None: as long as it lasts
+        # decayed: layers, whole reads, pieces, each with its seconds
+        self._measured = [0.0] * 6
+        self._waits = [0.0] * 5  # decayed: layers, misses, their squares, waits, misses times wait
+        self._miss: float | None = None  # seconds that a layer waits for one; None: a read's
         self._calls = Calls()
 
-    def measured(self, computing: float, waited: float, calls: Calls, pieces: float) -> None:
-        """Add a decode pass: its seconds without waits and in waits, and all calls of the queue.
+    def layer(self, misses: int, waited: float) -> None:
+        """Add a layer of a decode pass that has waited these seconds for its misses."""
+        added = (1.0, misses, misses * misses, waited, misses * waited)
+        self._waits = [a + b for a, b in zip(self._waits, added, strict=True)]
+
+    def measured(self, computing: float, calls: Calls, pieces: float) -> None:
+        """Add a decode pass: its seconds without waits, and all calls of the queue.
 
         pieces: number of pieces of an expert, at least 1. Without new pieces, the time of one moves
         back to its part of a read, so that a drive that was busy is tried again.
@@ -216,13 +225,13 @@ class Judge:
             calls.whole_seconds - before.whole_seconds,
             calls.pieces - before.pieces,
             calls.piece_seconds - before.piece_seconds,
-            waited,
         )
         self._measured = [a * _MEMORY + b for a, b in zip(self._measured, new, strict=True)]
-        layers, computing, whole, reading, parts, piecing, waited = self._measured
+        layers, computing, whole, reading, parts, piecing = self._measured
+        self._miss = _miss(*self._waits)
+        self._waits = [a * _MEMORY for a in self._waits]
         if whole:
             read = reading / whole
-            self._wait = waited / whole
             piece = (piecing + _PIECES * read / pieces) / (parts + _PIECES)
             self.times = Times(read, piece, computing / layers, pieces)
 
@@ -268,11 +277,19 @@ class Judge:
             return True
         ahead = (wish.cell // self._experts - layer) % self._layers or self._layers
         right = wish.probability * self._came.value
+        miss = times.read if self._miss is None else min(self._miss, times.read)
         delay = times.read / 2 * min(1.0, times.piece / times.layer)
-        wrong = delay + self._regret.value * times.read
-        slack = ahead * times.layer
-        if right * (min(times.read, slack) - times.call) <= (1 - right) * wrong:
+        saves = min(miss, ahead * times.layer) - times.call
+        wrong = delay + self._regret.value * miss
+        if right * saves <= (1 - right) * wrong:
             return False
-        wait = times.read if self._wait is None else min(self._wait, times.read)
-        self._claims[wish.cell] = _Claim(wish.probability, min(wait, slack) - times.call, wrong)
+        self._claims[wish.cell] = _Claim(wish.probability, saves, wrong)
         return True
+
+
+def _miss(layers: float, misses: float, squares: float, waits: float, both: float) -> float | None:
+    """Return the slope of waits over misses, from 0 to the mean wait; None without misses."""
+    if not misses:
+        return None
+    mean, spread = waits / misses, squares - misses * misses / layers
+    return max(0.0, min(mean, (both - misses * waits / layers) / spread)) if spread > 0 else mean

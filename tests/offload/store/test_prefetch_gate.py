@@ -109,13 +109,13 @@ def test_the_times_are_measured() -> None:
     """Until a read has ended, all is worth it. A slow drive then needs surer wishes."""
     judge = Judge(4, 4)
     assert accepted(judge, 0.01)
-    judge.measured(4.0, 0.0, Calls(), 5)
+    judge.measured(4.0, Calls(), 5)
     assert judge.times is None
-    judge.measured(4.0, 0.0, Calls(2, 1.0), 5)
+    judge.measured(4.0, Calls(2, 1.0), 5)
     assert judge.times == Times(read=0.5, piece=0.1, layer=1.0, pieces=5)
     assert accepted(judge, 0.3)
     for token in range(200):
-        judge.measured(4.0, 0.0, Calls(2 * token + 4, 80.0 * token), 5)
+        judge.measured(4.0, Calls(2 * token + 4, 80.0 * token), 5)
     assert judge.times.read == pytest.approx(40, rel=1e-3)
     assert not accepted(judge, 0.3)
     assert accepted(judge, 0.97)
@@ -127,14 +127,14 @@ def test_pieces_that_wait_as_long_as_whole_reads_are_not_worth_it() -> None:
     for _ in range(50):
         calls = Calls(calls.whole + 4, calls.whole_seconds + 4, calls.pieces + 9,
                       calls.piece_seconds + 7)  # fmt: skip
-        judge.measured(2.0, 0.0, calls, 5)
+        judge.measured(2.0, calls, 5)
     assert judge.times is not None
     assert judge.times.call == pytest.approx((5 * 7 / 9 - 1) / 4, rel=0.03)
     assert not accepted(judge, 1.0)
     passes = 0
     while not accepted(judge, 1.0):
         calls = Calls(calls.whole + 4, calls.whole_seconds + 4, calls.pieces, calls.piece_seconds)
-        judge.measured(2.0, 0.0, calls, 5)
+        judge.measured(2.0, calls, 5)
         passes += 1
         assert passes < 100
     assert passes > 20
@@ -212,15 +212,31 @@ def test_a_gate_of_no_trials_stays_open(monkeypatch: pytest.MonkeyPatch) -> None
     assert all(Clock(monkeypatch).passes(Gate(0.0, tries=False), 99, spent=0.01))
 
 
-def test_reads_ahead_save_what_demand_would_have_waited() -> None:
-    """A demand lasts 10 and waits 4 in the mean. A wrong read costs 0.5 · 1 + 0.1 · 10."""
+@pytest.mark.parametrize(
+    ("layers", "saves"),
+    [
+        ([(2, 8.0)], 4),  # one kind of layer: the mean wait
+        ([(0, 0.0), (1, 4.0), (2, 8.0)], 4),  # one after the other
+        ([(1, 5.0), (2, 6.0), (3, 7.0)], 1),  # mostly at once
+        ([(1, 6.0), (3, 6.0)], 0),  # wholly at once
+        ([(1, 6.0), (3, 2.0)], 0),  # noise
+        ([(1, 1.0), (2, 9.0)], 10 / 3),  # more than the mean: the mean
+        ([(1, 30.0), (2, 60.0)], 10),  # longer than a read: a read
+    ],
+)
+def test_reads_ahead_save_what_a_miss_costs_its_layer(
+    layers: list[tuple[int, float]], saves: float
+) -> None:
+    """A read takes 10, one more call nothing. A wrong one costs 0.5 · 1 + 0.1 · what it saves."""
     judge = Judge(4, 4)
-    judge.measured(80.0, 8.0, Calls(2, 20.0), 5)
+    for misses, waited in layers:
+        judge.layer(misses, waited)
+    judge.measured(80.0, Calls(2, 20.0), 5)
     assert judge.times == Times(read=10.0, piece=2.0, layer=20.0, pieces=5)
-    assert accepted(judge, 0.9)
+    assert accepted(judge, 0.9) == (saves > 0)
     judge.judged(4, used=True)
-    assert judge.saved == pytest.approx(4)
-    assert accepted(judge, 0.9)
+    assert judge.saved == pytest.approx(saves)
+    accepted(judge, 0.9)
     judge.judged(4, used=False)
     judge.judged(4, used=True)  # no read of a wish that was found worth it
-    assert judge.saved == pytest.approx(4 - 1.5)
+    assert judge.saved == pytest.approx(saves - (0.5 + 0.1 * saves if saves else 0))
