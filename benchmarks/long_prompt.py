@@ -15,6 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -48,13 +49,17 @@ def main() -> None:
         print(json.dumps(measured(o), indent=1))
 
 
-def on_slow_drive(module: str, drive: str | None) -> bool:
-    """Run this command again on a drive of `drive` bytes per second; False: it is there already."""
+def on_slow_drive(module: str, drive: str | None, drives: Sequence[Path] = ()) -> bool:
+    """Run this command again on a drive of `drive` bytes per second; False: it is there already.
+
+    drives: folders that are drives of their own, each with that speed.
+    """
     if drive is None or "MOEINF_FAKE_BYTES_PER_S" in os.environ:
         return False
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", module, *sys.argv[1:]]
-        print(run_on_slow_drive(command, 0, Path(folder), parse_size(drive)), end="")
+        done = run_on_slow_drive(command, 0, Path(folder), parse_size(drive), drives)
+        print(done, end="")
     return True
 
 

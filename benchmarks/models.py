@@ -43,16 +43,18 @@ class RaceModel:
     """One shape in a cache folder: its name there, and its config.
 
     given: files of the tensors that are not noise, by checkpoint name; bfloat16 items only.
+    more_homes: folders of further drives, over which the experts are spread.
     """
 
     cache: Path
     name: str
     config: Config
     given: Mapping[str, Path] = field(default_factory=dict)
+    more_homes: tuple[Path, ...] = ()
 
     @property
     def settings(self) -> Settings:
-        return Settings(home=self.cache / "home")
+        return Settings(home=self.cache / "home", more_homes=self.more_homes)
 
     def gguf(self, kind: str) -> Path:
         return self.cache / "gguf" / f"{self.name}-{kind}.gguf"

@@ -51,6 +51,12 @@ class Settings:
     debug: bool = False
     libcuda: str | None = None  # its path, if the system does not find it
     prefix: PrefixBudget = PrefixBudget()
+    more_homes: tuple[Path, ...] = ()  # of other drives, for a share of each model's experts
+
+    @property
+    def homes(self) -> str:
+        """The value of MOEINF_HOME."""
+        return os.pathsep.join(map(str, (self.home, *self.more_homes)))
 
     @property
     def models(self) -> Path:
@@ -84,10 +90,11 @@ class Settings:
 def read_environment(environment: Mapping[str, str] | None = None) -> Settings:
     """Read MOEINF_HOME, _MEMORY, _KV, _DEBUG, _LIBCUDA and _PREFIX_*. Raises InvalidValue."""
     env = os.environ if environment is None else environment
-    home = Path(env.get("MOEINF_HOME") or "~/.moeinf").expanduser().absolute()
+    home, *more = _homes(env.get("MOEINF_HOME") or "~/.moeinf")
     memory = env.get("MOEINF_MEMORY")
     return Settings(
         home=home,
+        more_homes=tuple(more),
         memory=_memory(memory) if memory else None,
         kv=_kv(env.get("MOEINF_KV") or "full"),
         debug=env.get("MOEINF_DEBUG", "") not in ("", "0"),
@@ -97,6 +104,13 @@ def read_environment(environment: Mapping[str, str] | None = None) -> Settings:
             _size(env, "MOEINF_PREFIX_DISK", PrefixBudget.disk_bytes),
         ),
     )
+
+
+def _homes(text: str) -> list[Path]:
+    homes = [Path(part).expanduser().absolute() for part in text.split(os.pathsep) if part]
+    if not homes or len(set(homes)) < len(homes):
+        raise InvalidValue(f"MOEINF_HOME: {text} is invalid (expected different folders)")
+    return homes
 
 
 @dataclass(frozen=True)

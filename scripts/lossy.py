@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,11 +83,15 @@ def measured(lossy: Fields, memory: str, per_kind: int) -> dict[str, Any]:
 
 
 def run_on_slow_drive(
-    command: list[str], read_us: int, folder: Path, bytes_per_s: int | None = None
+    command: list[str],
+    read_us: int,
+    folder: Path,
+    bytes_per_s: int | None = None,
+    drives: Sequence[Path] = (),
 ) -> str:
     """Return a process's output; each of its reads takes `read_us` longer. Builds into `folder`.
 
-    bytes_per_s: what all reads together get; None: no limit.
+    bytes_per_s: what all reads together get; None: no limit. drives: folders that each get as much.
     """
     shim = folder / "slow_drive.so"
     if not shim.exists():
@@ -95,6 +100,8 @@ def run_on_slow_drive(
     made = {"LD_PRELOAD": str(shim), "MOEINF_FAKE_READ_US": str(read_us)}
     if bytes_per_s is not None:
         made["MOEINF_FAKE_BYTES_PER_S"] = str(bytes_per_s)
+    if drives:
+        made["MOEINF_FAKE_DRIVES"] = ":".join(os.fspath(drive.resolve()) for drive in drives)
     environment = {**os.environ, **made}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return done.stdout

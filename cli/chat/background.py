@@ -101,7 +101,7 @@ def _start(settings: Settings, server: ServerSettings) -> str:
             stdout=log,
             stderr=log,
             cwd=settings.home,  # so that no other folder is kept in use
-            env={**os.environ, "MOEINF_HOME": str(settings.home)},
+            env={**os.environ, "MOEINF_HOME": settings.homes},
             start_new_session=True,  # the end of this terminal does not end the server
         )
         why = _wait(process, settings, server)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from moeinf.errors import Failure, problem
 from moeinf.native import DEMAND, MAX_READERS, CopyQueue, SlotPool
+from moeinf.offload.format.drives import named
 from moeinf.offload.format.shards import FileRecord
 from moeinf.offload.store.prefetch_gate import Calls
 
@@ -19,7 +20,10 @@ PIECE_BYTES = 512 << 10  # of a read ahead, which yields to demand between two p
 
 
 class ExpertReadError(Failure, OSError):
-    """Reading an expert's bytes failed. shard: the file, relative to the folder of `model`."""
+    """Reading an expert's bytes failed. shard: the file, relative to the folder of `model`.
+
+    That of a further drive is followed by the drive's home.
+    """
 
     code = "unreadable_shard"
     hint = "`moeinf verify MODEL --repair`"
@@ -68,7 +72,7 @@ class Transfer:
         )
         self._pool = pool
         self.telling_seconds = 0.0  # spent in `demand` and `ahead`
-        self._shards, self._model = shards, model
+        self._folder, self._shards, self._model = folder, shards, model
         self._sources = [
             self._queue.add_source(
                 str(folder / shard.path), shard.data_offset, shard.data_bytes, shard.crc32c
@@ -88,8 +92,7 @@ class Transfer:
         try:
             self._queue.wait(ticket)
         except OSError as error:
-            shard = self._shards[cell].path
-            raise ExpertReadError(shard, problem(error), self._model) from error
+            raise self._error(cell, problem(error)) from error
 
     def ahead(self, cells: Sequence[int], slots: Sequence[int], priority: float) -> list[int]:
         """Queue prefetches: they run after all demand reads, larger priorities first."""
@@ -132,8 +135,7 @@ class Transfer:
 
     def no_slot(self, cell: int) -> ExpertReadError:
         """Return the error for a cell whose read cannot be queued."""
-        problem = "reads that do not end hold every slot"
-        return ExpertReadError(self._shards[cell].path, problem, self._model)
+        return self._error(cell, "reads that do not end hold every slot")
 
     def may_write(self, slot: int) -> bool:
         """Return True if an abandoned read may still write into the slot."""
@@ -146,6 +148,9 @@ class Transfer:
 
     def bytes_of(self, cell: int) -> int:
         return self._shards[cell].data_bytes
+
+    def _error(self, cell: int, problem: str) -> ExpertReadError:
+        return ExpertReadError(named(self._folder, self._shards[cell].path), problem, self._model)
 
     def _submit(self, cells: Sequence[int], slots: Sequence[int], priority: float) -> list[int]:
         begin = time.perf_counter()

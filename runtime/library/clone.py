@@ -9,6 +9,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from moeinf.errors import Conflict
+from moeinf.offload.format.drives import link_like, places, remove_folder
 from moeinf.runtime.atomic_files import sync_filesystem
 from moeinf.runtime.config import Settings
 from moeinf.runtime.library.library import Library, NoSuchModel
@@ -28,7 +29,7 @@ def copy_model(settings: Settings, source: str, target: str) -> ModelName:
     """Give a model a second name: link its files, copy its state, and return the name.
 
     The copy is absent or complete, even after a kill. Raises NoSuchModel, BadName, ModelExists,
-    PullInProgress.
+    PullInProgress, MissingDrive.
     """
     library = Library(settings)
     manifest, origin = library.read(source)
@@ -44,14 +45,16 @@ def copy_model(settings: Settings, source: str, target: str) -> ModelName:
         work = partial_folder(folder)
         if (work / JOURNAL).exists():
             raise ModelExists(f"{name} has an unfinished pull; `moeinf prune` removes it")
-        shutil.rmtree(work, ignore_errors=True)  # left by a copy that was killed
+        remove_folder(work, ignore_errors=True)  # left by a copy that was killed
         try:
+            link_like(origin, work, f"{name.name}-{tag}")
             for file in manifest.files:
                 (work / file.path).parent.mkdir(parents=True, exist_ok=True)
                 _link(origin / file.path, work / file.path)
             write_manifest(work, replace(manifest, name=name.name))
             _copy_state(settings.state_of(manifest.model), settings.state_of(name))
-            sync_filesystem(work)
+            for place in places(work):
+                sync_filesystem(place)
             library.admit(work, name)
         except FileNotFoundError as error:
             raise NoSuchModel(source, []) from error  # removed during the copy

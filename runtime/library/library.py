@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moeinf.errors import Conflict, NotFound, reason
+from moeinf.offload.format.drives import check_drives, remove_folder
 from moeinf.runtime.atomic_files import sync_folder
 from moeinf.runtime.config import Settings
 from moeinf.runtime.library.manifest import (
@@ -28,7 +29,7 @@ from moeinf.runtime.library.staging import (
     discard,
     old_folder,
     only_maker,
-    taken_bytes,
+    taken_on_drives,
 )
 from moeinf.runtime.names import TAGS, ModelName, default_tag, is_tag, parse_name
 
@@ -97,6 +98,7 @@ class Library:
         self._root = settings.models
         self._settings = settings
         self.locks = settings.run
+        self.more_homes = settings.more_homes
         self._registry = Registry(settings.run)
 
     def folder(self, name: ModelName) -> Path:
@@ -141,12 +143,17 @@ class Library:
         raise NoSuchModel(text, [str(entry) for entry in likely if entry.name in near][:3])
 
     def read(self, text: str) -> tuple[Manifest, Path]:
-        """Return the manifest and the folder of a model. Raises as `find`, and DamagedModel."""
-        _, folder = self.find(text)
+        """Return the manifest and the folder of a model.
+
+        Raises as `find`, and DamagedModel and MissingDrive.
+        """
+        name, folder = self.find(text)
         try:
-            return read_manifest(folder), folder
+            manifest = read_manifest(folder)
         except FileNotFoundError as error:
             raise NoSuchModel(text, []) from error
+        check_drives(folder, str(name))
+        return manifest, folder
 
     def made_of(self, name: ModelName, source: str, revision: str | None) -> Manifest | None:
         """Return the manifest of a complete model that was made from this source and revision.
@@ -178,7 +185,7 @@ class Library:
         for end in (PARTIAL, OLD):
             for folder in self._root.glob(f"*/.*{end}"):
                 name = ModelName(folder.parent.name, folder.name[1:].removesuffix(end))
-                sizes[name] = sizes.get(name, 0) + taken_bytes(folder)
+                sizes[name] = sizes.get(name, 0) + taken_on_drives(folder)
         return [Partial(name, size) for name, size in sorted(sizes.items())]
 
     def discard(self, name: ModelName) -> bool:
@@ -211,7 +218,7 @@ class Library:
             work.rename(folder)
         sync_folder(folder.parent)
         if old is not None:
-            shutil.rmtree(old)
+            remove_folder(old)
 
     def remove(self, text: str) -> ModelName:
         """Delete a model and its state, and return its name.
@@ -226,7 +233,7 @@ class Library:
             old = self._put_aside(folder)
         while old.exists():
             with suppress(FileNotFoundError):  # `prune` may delete it at the same time
-                shutil.rmtree(old)
+                remove_folder(old)
         for parent in (folder.parent, state.parent):
             with suppress(OSError):  # it may hold other tags or an unfinished pull
                 parent.rmdir()
@@ -263,7 +270,7 @@ class Library:
     def _put_aside(folder: Path) -> Path:
         """Rename a model's folder, so that the model is gone before the slow deletion starts."""
         old = old_folder(folder)
-        shutil.rmtree(old, ignore_errors=True)
+        remove_folder(old, ignore_errors=True)
         folder.rename(old)
         sync_folder(folder.parent)
         return old

@@ -14,6 +14,7 @@ from msgspec import Meta, Struct
 
 from moeinf.errors import Failure, problem
 from moeinf.native import KV_Q8_VALUES, kv_q8_row_bytes
+from moeinf.offload.format.drives import bare
 from moeinf.offload.format.layout import (
     ITEM_BYTES,
     LAYOUT_VERSIONS,
@@ -204,9 +205,9 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     def digest(self) -> str:
         """The SHA-256, in hex, of the files' names and hashes: equal for equal content.
 
-        It does not cover the model's name, so a copy has the digest of its origin.
+        It does not cover the model's name or drives, so a copy has the digest of its origin.
         """
-        lines = sorted(f"{file.sha256}  {file.path}\n" for file in self.files)
+        lines = sorted(f"{file.sha256}  {bare(file.path)}\n" for file in self.files)
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 
     def file(self, path: str) -> FileRecord:
@@ -221,7 +222,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
 
         Raises DamagedModel if the manifest lacks one.
         """
-        by_path = {file.path: file for file in self.files}
+        by_path = {bare(file.path): file for file in self.files}
         wanted = [
             shard_path(ExpertKey(layer, expert))
             for layer in range(self.layers)

@@ -11,6 +11,7 @@ import dataclasses
 import errno
 import os
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ from numpy.typing import NDArray
 
 from moeinf.errors import UnusableInput
 from moeinf.models import family_of
+from moeinf.native import SHARD_DATA_OFFSET
+from moeinf.offload.format.drives import drive_number, link_drives, places
 from moeinf.offload.format.layout import ExpertForms, is_tiled
 from moeinf.offload.format.shards import write_file
 from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint, Checkpoint, parse_object
@@ -74,7 +77,7 @@ def repack(
 
     Raises ModelDataError or BadCheckpoint before any write if the checkpoint is not a supported
     model. Raises NotFiniteWeights, except with `allow_nan`, which notes the names of such tensors.
-    Raises ModelInUse, PullInProgress, and OSError (disk full).
+    Raises ModelInUse, PullInProgress, MissingDrive, and OSError (disk full).
 
     use: how often each expert was chosen, [layers, experts] per record. Only a tag of chosen bits
     reads it (mixed_bits.py); records of other shapes are left out.
@@ -91,8 +94,13 @@ def repack(
     target = library.folder(name)
     making: dict[str, object] = {"source": source.identity(), "tag": name.tag}
     making |= {} if mtp else {"mtp": False}
+    homes = library.more_homes
+    making |= {"drives": [os.fspath(home) for home in homes]} if homes else {}
     with workplace(target, library.locks, making) as work:
         try:
+            link_drives(work.folder, homes, f"{name.name}-{name.tag}")
+            if len({place.stat().st_dev for place in places(work.folder)}) <= len(homes):
+                note("folders of MOEINF_HOME are on one drive, so reads are no faster")
             check_space(work, inventory, dtype, source)
             _keep_small_files(source.small_files(), work)
             if TOKENIZER in work.files:
@@ -230,15 +238,29 @@ def _first_of(names: Sequence[str]) -> str:
 
 
 def check_space(work: Workplace, inventory: Inventory, dtype: str, source: Source) -> None:
-    """Raise OSError (ENOSPC) with the bytes needed unless the disk has room for the pull."""
-    have = taken_bytes(work.folder)  # already written by an earlier attempt
+    """Raise OSError (ENOSPC) with the bytes needed unless each drive has room for its part."""
     whole = inventory.forms.experts and source.fetched  # formats may be chosen from all files
     held = max(source.space_bytes(), source.download_bytes() if whole else 0)
-    needed = inventory.disk_bytes(dtype) + held - have
-    free = shutil.disk_usage(work.folder).free
-    if free < needed:
-        text = f"{format_bytes(needed)} are needed, the disk has {format_bytes(free)} free"
-        raise OSError(errno.ENOSPC, text, str(work.folder))
+    folders, needed = places(work.folder), defaultdict[int, int](int)  # by device
+    parts = _parts_bytes(inventory, dtype, len(folders))
+    for folder, part in zip(folders, parts, strict=True):
+        # Less what an earlier attempt has written.
+        needed[folder.stat().st_dev] += part - taken_bytes(folder)
+    needed[work.folder.stat().st_dev] += held
+    for folder in folders:
+        wanted, free = needed[folder.stat().st_dev], shutil.disk_usage(folder).free
+        if free < wanted:
+            text = f"{format_bytes(wanted)} are needed, the disk has {format_bytes(free)} free"
+            raise OSError(errno.ENOSPC, text, str(folder))
+
+
+def _parts_bytes(inventory: Inventory, dtype: str, drives: int) -> list[int]:
+    """Return the bytes on each drive of a model that is spread over so many."""
+    parts = [0] * drives
+    for key, layout in zip(sorted(inventory.experts), inventory.expert_layouts(dtype), strict=True):
+        parts[drive_number(key, drives)] += layout.data_bytes + 2 * SHARD_DATA_OFFSET
+    parts[0] += inventory.disk_bytes(dtype) - sum(parts)
+    return parts
 
 
 def _assemble(
@@ -250,7 +272,8 @@ def _assemble(
     check: WeightCheck,
     brought: Iterable[Path],
 ) -> None:
-    assembler = Assembler(all_targets(inventory, dtype), work, check)
+    drives = len(places(work.folder))
+    assembler = Assembler(all_targets(inventory, dtype, drives), work, check)
     total = inventory.weight_bytes(dtype)
     if inventory.mtp is not None:
         total += inventory.mtp.weight_bytes(inventory.mtp_dtype)
@@ -344,6 +367,7 @@ def remove_strangers(folder: Path, wanted: Iterable[str]) -> None:
     for path in folder.rglob("*"):
         if path.is_file() and os.fspath(path.relative_to(folder)) not in keep:
             path.unlink()
-    for path in sorted((p for p in folder.rglob("*") if p.is_dir()), reverse=True):
+    folders = (p for p in folder.rglob("*") if p.is_dir() and not p.is_symlink())
+    for path in sorted(folders, reverse=True):
         if not any(path.iterdir()):
             path.rmdir()

@@ -23,6 +23,7 @@ from typing import NamedTuple
 from moeinf.models.base import Role
 from moeinf.native import SHARD_DATA_OFFSET, crc32c
 from moeinf.offload.format.direct_io import BLOCK_BYTES
+from moeinf.offload.format.drives import spread_path
 from moeinf.offload.format.layout import (
     ITEM_BYTES,
     LAYOUT_VERSIONS,
@@ -36,7 +37,6 @@ from moeinf.offload.format.shards import (
     FileRecord,
     padded_header,
     shard_header,
-    shard_path,
     write_file,
 )
 from moeinf.runtime.checkpoints.checkpoint import SourceTensor
@@ -75,10 +75,10 @@ class Target:
         return encoded(self.parts[number], self.forms[number], look)
 
 
-def all_targets(inventory: Inventory, dtype: str) -> list[Target]:
+def all_targets(inventory: Inventory, dtype: str, drives: int = 1) -> list[Target]:
     """Return the targets of a model: dense.safetensors, and one shard per expert.
 
-    The modules of multi-token prediction have the same files in a folder.
+    The modules of multi-token prediction have the same files in a folder, on the first drive.
     """
     layouts, wanted = inventory.expert_layouts(dtype), inventory.moe.parts
     found = [_dense_target(inventory, dtype)]
@@ -86,7 +86,8 @@ def all_targets(inventory: Inventory, dtype: str) -> list[Target]:
         layout = layouts[key.layer * inventory.moe.experts + key.expert]
         parts = tuple(roles[role] for role in wanted)
         forms = tuple(_form_of(role, shape, layout) for role, shape in wanted.items())
-        found.append(Target(shard_path(key), shard_header(key, layout), parts, forms))
+        path = spread_path(key, drives)
+        found.append(Target(path, shard_header(key, layout), parts, forms))
     if inventory.mtp is not None:
         more = all_targets(inventory.mtp, inventory.mtp_dtype or dtype)
         found += [replace(target, name=f"{MTP}/{target.name}") for target in more]

@@ -29,6 +29,7 @@ import msgspec
 from msgspec import Struct
 
 from moeinf.errors import Conflict
+from moeinf.offload.format.drives import places, remove_folder
 from moeinf.offload.format.shards import FileRecord
 from moeinf.runtime.atomic_files import sync_filesystem
 from moeinf.runtime.regular_files import open_regular, read_regular
@@ -68,6 +69,7 @@ class Workplace:
         self.broken: list[str] = []
         self.rounded: list[str] = []
         self._pending: list[dict[str, object]] = []
+        self._roots = [place.resolve() for place in places(folder)]
         if not self._resume(making):
             self._remove(keep_downloads=self._is_of_repository(making))
             self.files, self.parts, self.done = {}, {}, set()
@@ -107,7 +109,8 @@ class Workplace:
         """Make all files in the folder durable, then append their journal lines durably."""
         if not self._pending:
             return
-        sync_filesystem(self.folder)
+        for place in places(self.folder):
+            sync_filesystem(place)
         text = "".join(json.dumps(line) + "\n" for line in self._pending)
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
         journal = open_regular(self.folder / JOURNAL, flags)
@@ -145,8 +148,10 @@ class Workplace:
     def _remove(self, keep_downloads: bool) -> None:
         """Start over. Downloads may stay, since they are hashed before use."""
         if not keep_downloads:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            remove_folder(self.folder, ignore_errors=True)
             return
+        for place in places(self.folder)[1:]:
+            shutil.rmtree(place, ignore_errors=True)
         for path in self.folder.iterdir():
             if path.name == DOWNLOADS:
                 continue
@@ -159,7 +164,7 @@ class Workplace:
         """Apply one line of the journal. Raises ValueError if it is damaged."""
         if line.file is not None:
             path = self.folder / line.file.path
-            if not path.resolve().is_relative_to(self.folder.resolve()):
+            if not any(map(path.resolve().is_relative_to, self._roots)):
                 raise ValueError(f"{line.file.path!r} leaves the folder")
             if path.is_file() and path.stat().st_size == line.file.size_bytes:
                 self.files[line.file.path] = line.file
@@ -232,6 +237,11 @@ def taken_bytes(folder: Path) -> int:
     return total
 
 
+def taken_on_drives(folder: Path) -> int:
+    """Return the disk space of a model's folder on all drives, in bytes."""
+    return sum(map(taken_bytes, places(folder)))
+
+
 @contextmanager
 def workplace(target: Path, locks: Path, making: Mapping[str, object]) -> Iterator[Workplace]:
     """Yield the workplace for the model folder `target`. Its files stay after a failure.
@@ -240,7 +250,7 @@ def workplace(target: Path, locks: Path, making: Mapping[str, object]) -> Iterat
     """
     with only_maker(target, locks):
         # A replaced model that a killed process did not delete.
-        shutil.rmtree(old_folder(target), ignore_errors=True)
+        remove_folder(old_folder(target), ignore_errors=True)
         yield Workplace(partial_folder(target), making)
 
 
@@ -267,7 +277,7 @@ def only_maker(target: Path, locks: Path, *, wait: bool = False) -> Iterator[Non
 def discard(target: Path) -> None:
     """Remove the remains of unfinished work on a model, and its parent folder if empty."""
     for folder in (partial_folder(target), old_folder(target)):
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_folder(folder, ignore_errors=True)
     try:
         target.parent.rmdir()
     except OSError as error:

@@ -5,15 +5,19 @@ A repaired file must have the hash of the manifest.
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from msgspec.structs import replace
+
 from moeinf.errors import Failure, problem
 from moeinf.models import family_of
+from moeinf.offload.format.drives import bare, link_of, places
 from moeinf.offload.format.shards import FileRecord, write_file
 from moeinf.runtime.atomic_files import sync_filesystem
 from moeinf.runtime.checkpoints.checkpoint import (
@@ -127,10 +131,11 @@ def repair(
     found = take_inventory(family, source.checkpoint, mtp)
     inventory, dtype = in_tag(found, manifest.tag)
     if bits_of_tag(manifest.tag) is not None:  # chosen once
-        inventory = replace(inventory, forms=Forms(manifest.forms, manifest.dense_forms))
+        forms = Forms(manifest.forms, manifest.dense_forms)
+        inventory = dataclasses.replace(inventory, forms=forms)
     targets = {target.name: target for target in all_targets(inventory, dtype)}
     for number, damage in enumerate(damages):
-        target = targets.get(damage.path)
+        target = targets.get(bare(damage.path))
         if target is None:
             data = _small_file(source, damage.path)
             if data is None and damage.path == TOKENIZER:  # it was converted from another file
@@ -143,7 +148,8 @@ def repair(
             parts = (block for n in range(len(target.parts)) for block in target.data(n))
             _replace(folder, manifest, damage.path, target.header, parts)
         progress("repairing", number + 1, len(damages))
-    sync_filesystem(folder)
+    for place in places(folder):
+        sync_filesystem(place)
 
 
 def _small_file(source: RepairSource, name: str) -> bytes | None:
@@ -157,15 +163,16 @@ def _replace(
     folder: Path, manifest: Manifest, name: str, header: bytes, data: Iterable[memoryview]
 ) -> None:
     """Replace a damaged file. Raises CannotRepair if the new one differs from the manifest."""
-    aside = folder / ".repair"
+    drive = folder / link_of(name)  # files move only within a drive
+    aside, path = drive / ".repair", bare(name)
     try:
-        record = write_file(aside, name, header, data)
+        record = replace(write_file(aside, path, header, data), path=name)
         if record != manifest.file(name):
             raise CannotRepair(
                 f"the source of {manifest.model} has changed since: {name} would become another "
                 "file; pull the model again"
             )
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (aside / name).replace(folder / name)
+        (aside / path).replace(folder / name)
     finally:
         shutil.rmtree(aside, ignore_errors=True)

@@ -238,19 +238,21 @@ def _is_cached(file: int, offset: int) -> bool:
 
 @contextmanager
 def written_files(
-    folder: Path, piece_bytes: int, count: int, progress: Progress
+    folders: Path | Sequence[Path], piece_bytes: int, count: int, progress: Progress
 ) -> Iterator[list[FileRange]]:
     """Write temporary files of random bytes, one piece each, synced and dropped from the cache.
 
-    Raises OSError, for example ENOSPC. The files are deleted on exit.
+    Several folders take turns. Raises OSError, for example ENOSPC. The files are deleted on exit.
     """
     size = -(-piece_bytes // PAGE_BYTES) * PAGE_BYTES
     source = random.Random(time.perf_counter_ns())
     with ExitStack() as made:
         pieces = []
-        folder.mkdir(parents=True, exist_ok=True)
+        places = [folders] if isinstance(folders, Path) else folders
+        for folder in places:
+            folder.mkdir(parents=True, exist_ok=True)
         for number in range(count):
-            path = folder / f".devices-{os.getpid()}-{number}.partial"
+            path = places[number % len(places)] / f".devices-{os.getpid()}-{number}.partial"
             made.callback(path.unlink, missing_ok=True)
             file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             try:

@@ -9,13 +9,15 @@
                                            { bus_bytes_per_s, cpu_bytes_per_s } },
                           "bus_bytes_per_s", "bus_measured_at", "measured_at": of the last } } }
 
-A drive's key is its file system's id, or its device number if there is no such id.
+A drive's key is its file system's id, or its device number if there is no such id. Drives that are
+read together have theirs, in the order of MOEINF_HOME.
 """
 
 from __future__ import annotations
 
 import datetime
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,18 +81,22 @@ def now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
-def drive_key(folder: Path) -> str:
-    """Return the key of the drive of a folder, or of its nearest existing parent."""
+def drive_key(*folders: Path) -> str:
+    """Return the key of the drives of these folders, or of their nearest existing parents."""
+    return " ".join(map(_drive_key, folders))
+
+
+def _drive_key(folder: Path) -> str:
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     file_system = os.statvfs(folder).f_fsid
     return f"fs-{file_system:x}" if file_system else f"device-{folder.stat().st_dev:x}"
 
 
-def remembered_drive(settings: Settings, folder: Path) -> Drive | None:
-    """Return the measurement of this drive; None if there is no entry or it is damaged."""
+def remembered_drive(settings: Settings, *folders: Path) -> Drive | None:
+    """Return the measurement of these drives; None if there is no entry or it is damaged."""
     with suppress(OSError):
-        return entry_of(entries_of(_read(settings), "drives"), drive_key(folder), Drive)
+        return entry_of(entries_of(_read(settings), "drives"), drive_key(*folders), Drive)
     return None
 
 
@@ -133,15 +139,22 @@ def remember_gpu(
 
 
 def remember(
-    settings: Settings, *, ram: Ram | None = None, drive: tuple[Path, Drive] | None = None
+    settings: Settings,
+    *,
+    ram: Ram | None = None,
+    drive: tuple[Path, Drive] | None = None,
+    more: Sequence[Path] = (),
 ) -> None:
-    """Add measurements to the file; keep the others. A failure to write is ignored."""
+    """Add measurements to the file; keep the others. A failure to write is ignored.
+
+    more: folders of further drives that were read at the same time.
+    """
     state = _read(settings)
     if ram is not None:
         state["ram"] = ram
     if drive is not None:
         folder, measured = drive
-        state["drives"] = {**entries_of(state, "drives"), drive_key(folder): measured}
+        state["drives"] = {**entries_of(state, "drives"), drive_key(folder, *more): measured}
     _write(settings, state)
 
 

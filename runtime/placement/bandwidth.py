@@ -14,6 +14,8 @@ from pathlib import Path
 
 from moeinf.native import read_bandwidth
 from moeinf.native._native import _measure_products
+from moeinf.offload.format.drives import link_of, places
+from moeinf.offload.format.shards import FileRecord
 from moeinf.runtime.config import Settings
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.machine.disk_bench import FileRange, Progress, Sweep, sweep, written_files
@@ -74,7 +76,8 @@ def drive_of(settings: Settings, folder: Path, manifest: Manifest) -> Drive | No
 
     Return None if its shards are too small to tell; otherwise read some 256 MiB of them.
     """
-    known = remembered_drive(settings, folder)
+    first, *more = places(folder)
+    known = remembered_drive(settings, first, *more)
     if known is not None:
         return known
     pieces = _some_shards(folder, manifest)
@@ -82,22 +85,24 @@ def drive_of(settings: Settings, folder: Path, manifest: Manifest) -> Drive | No
         return None
     with suppress(OSError):  # the loader reports a missing shard
         drive = _quick_drive(pieces)
-        remember(settings, drive=(folder, drive))
+        remember(settings, drive=(first, drive), more=more)
         return drive
     return None
 
 
 def drive_at(settings: Settings, folder: Path) -> Drive:
-    """Return how to read a folder's drive: remembered, or measured on 64 MiB of temporary files.
+    """Return how to read a folder's drive, and those of further homes at the same time.
 
-    Raises OSError, for example if the disk is full.
+    It is remembered, or measured on 64 MiB of temporary files. Raises OSError, for example if the
+    disk is full.
     """
-    known = remembered_drive(settings, folder)
+    more = settings.more_homes
+    known = remembered_drive(settings, folder, *more)
     if known is None:
         count = _QUICK_BYTES // _QUICK_PIECE_BYTES
-        with written_files(folder, _QUICK_PIECE_BYTES, count, lambda *_: None) as pieces:
+        with written_files((folder, *more), _QUICK_PIECE_BYTES, count, lambda *_: None) as pieces:
             known = _quick_drive(pieces)
-        remember(settings, drive=(folder, known))
+        remember(settings, drive=(folder, known), more=more)
     return known
 
 
@@ -152,11 +157,18 @@ def _quick_drive(pieces: Sequence[FileRange]) -> Drive:
 
 
 def _some_shards(folder: Path, manifest: Manifest) -> list[FileRange]:
-    """Choose pieces from shards all over the model, some 64 MiB, or all of a smaller model."""
-    shards = manifest.shards()
+    """Choose pieces from shards all over the model, some 64 MiB, or all of a smaller model.
+
+    They are on all of its drives.
+    """
+    drives: dict[str, list[FileRecord]] = {}
+    for shard in manifest.shards():
+        drives.setdefault(link_of(shard.path), []).append(shard)
     piece_bytes = min(_QUICK_PIECE_BYTES, manifest.slots.slot_bytes)
-    count = max(1, min(len(shards), -(-_QUICK_BYTES // piece_bytes)))
-    chosen = shards[:: len(shards) // count][:count]
+    chosen = list[FileRecord]()
+    for shards in drives.values():
+        count = max(1, min(len(shards), -(-_QUICK_BYTES // piece_bytes // len(drives))))
+        chosen += shards[:: len(shards) // count][:count]
     return [
         FileRange(folder / s.path, s.data_offset, min(_QUICK_PIECE_BYTES, s.data_bytes))
         for s in chosen

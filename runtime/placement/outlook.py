@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from moeinf.offload.format.drives import check_homes
 from moeinf.offload.gpu_tier.miss_split import Miss
 from moeinf.offload.store.budget import DoesNotFit
 from moeinf.runtime.config import EngineConfig, Settings
@@ -41,6 +42,7 @@ class Machine:
     free_disk_bytes: int
     cores: int
     speeds: Speeds
+    more_disks: tuple[tuple[Path, int], ...] = ()  # further homes on other drives: bytes free
 
     @property
     def disk_is_measured(self) -> bool:
@@ -105,9 +107,12 @@ def look(settings: Settings, folder: Path, manifest: Manifest) -> Machine:
     speeds = with_products(measure(settings, folder, manifest))
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
-    disk = shutil.disk_usage(folder)
+    disk, device = shutil.disk_usage(folder), folder.stat().st_dev
+    check_homes(settings.more_homes)
+    others = [home for home in settings.more_homes if home.stat().st_dev != device]
+    more = tuple((home, shutil.disk_usage(home).free) for home in others)
     free = available_bytes() - claimed
-    return Machine(physical_bytes(), free, disk.total, disk.free, core_count(), speeds)
+    return Machine(physical_bytes(), free, disk.total, disk.free, core_count(), speeds, more)
 
 
 def outlook(
@@ -185,11 +190,16 @@ def _lack_of_disk(found: Outlook) -> dict[str, str]:
     pull = found.pull
     if pull is None:
         return {}
+    manifest, more = found.manifest, found.machine.more_disks
     needed = pull.disk_bytes + pull.extra_bytes - pull.written_bytes
-    free = found.machine.free_disk_bytes
-    if needed <= free:
-        return {}
-    return {"disk": f"{format_bytes(needed)} of disk are needed, {format_bytes(free)} are free"}
+    share = manifest.layers * manifest.experts * manifest.read_bytes // (1 + len(more))
+    lacks = [(needed - len(more) * share, found.machine.free_disk_bytes, "")]
+    lacks += [(share, free, f" in {home}") for home, free in more]
+    for wanted, free, where in lacks:
+        if wanted > free:
+            words = f"{format_bytes(wanted)} of disk are needed, {format_bytes(free)} are free"
+            return {"disk": f"{words}{where}"}
+    return {}
 
 
 def _speeds(

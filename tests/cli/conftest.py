@@ -32,7 +32,7 @@ class Result:
     err: str
 
 
-def environment(home: Path) -> dict[str, str]:
+def environment(home: Path | str) -> dict[str, str]:
     """Return the variables of a home, with a MOEINF_HOST at which no server listens."""
     own = {"MOEINF_HOME": str(home), "MOEINF_HOST": "127.0.0.1:1"}
     return {**os.environ, **own, "NO_COLOR": "1", "COLUMNS": "200"}
@@ -52,7 +52,7 @@ def check_document(name: str, document: Any) -> None:
 Command = Callable[..., Result]
 
 
-def command_in(home: Path) -> Command:
+def command_in(home: Path | str) -> Command:
     """Return a function that runs one command line in this process.
 
     With an HF_ variable it runs in a process of its own: huggingface_hub reads those on import.

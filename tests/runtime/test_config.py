@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,17 @@ from moeinf.runtime.config import (
     read_server_environment,
 )
 from moeinf.runtime.invalid import InvalidValue
+
+
+def test_several_homes() -> None:
+    settings = read_environment({"MOEINF_HOME": "/a:/b/c::/d"})
+    assert settings.models == Path("/a/models")
+    assert settings.more_homes == (Path("/b/c"), Path("/d"))
+    assert settings.homes == "/a:/b/c:/d"
+    assert read_environment({"MOEINF_HOME": "/a"}).more_homes == ()
+    for text in (":", "/a:/b:/a"):
+        with pytest.raises(InvalidValue, match="MOEINF_HOME"):
+            read_environment({"MOEINF_HOME": text})
 
 
 @pytest.mark.parametrize(

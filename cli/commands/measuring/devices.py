@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +13,7 @@ from moeinf.cli.errors import Usage
 from moeinf.cli.options import Json, Quiet
 from moeinf.cli.output import Output
 from moeinf.native import DeviceError
+from moeinf.offload.format.drives import check_homes
 from moeinf.runtime.config import Settings, read_environment
 from moeinf.runtime.invalid import InvalidValue
 from moeinf.runtime.machine.disk_bench import IN_FLIGHT, WHOLE_BLOCKS, Sweep, sweep, written_files
@@ -49,30 +51,35 @@ def devices(
 ) -> None:
     """Measure memory and the models' drive in some 20 seconds; `plan` and `run` use the result.
 
+    Several folders in MOEINF_HOME are read at once.
+
     Example: moeinf devices
     """
     out, settings = Output(json=json, quiet=quiet), read_environment()
     if folder is not None and not folder.is_dir():
         raise Usage(f"--folder: {folder} is not a folder")
     place = (folder or settings.models).absolute()
+    more = () if folder is not None else settings.more_homes
+    check_homes(more)
+    where = os.pathsep.join(map(str, (place, *more)))
     with out.progress("") as update:
         ram = measure_ram(lambda done, total: update("memory", done, total))
         count = _FILES_BYTES // expert_size
         with written_files(
-            place, expert_size, count, lambda done, total: update("writing", done, total)
+            (place, *more), expert_size, count, lambda done, total: update("writing", done, total)
         ) as pieces:
             swept = sweep(pieces, lambda done, total: update("drive", done, total))
             drive = thorough_drive(swept, expert_size)
-            key = drive_key(place)
-    remember(settings, ram=ram, drive=(place, drive))
+            key = drive_key(place, *more)
+    remember(settings, ram=ram, drive=(place, drive), more=more)
     gpus, bus = all_gpus(settings.libcuda), _Bus()
     if not isinstance(gpus, NoGpu):
         bus = _bus(settings)
     if json:
-        document = _document(place, key, ram, drive, swept)
+        document = _document(where, key, ram, drive, swept)
         out.document(document | {"gpus": _gpus(gpus, bus)})
     else:
-        _print(out, place, ram, drive, swept)
+        _print(out, where, ram, drive, swept)
         _print_gpus(out, gpus, bus)
 
 
@@ -135,7 +142,7 @@ def _print_gpus(out: Output, gpus: list[tuple[str, int]] | NoGpu, bus: _Bus) -> 
         out.prose(f"GPU {number}: {name}, {format_bytes(total)}{speed}.")
 
 
-def _document(place: Path, key: str, ram: Ram, drive: Drive, swept: Sweep) -> dict[str, Any]:
+def _document(where: str, key: str, ram: Ram, drive: Drive, swept: Sweep) -> dict[str, Any]:
     name, best = ram.best
     chosen = drive.reading
     return {
@@ -147,7 +154,7 @@ def _document(place: Path, key: str, ram: Ram, drive: Drive, swept: Sweep) -> di
             "best_bytes_per_s": round(best),
         },
         "disk": {
-            "folder": str(place),
+            "folder": where,
             "drive": key,
             "read_bytes": drive.piece_bytes,
             "direct_bytes_per_s": {str(n): round(speed) for n, speed in swept.direct.items()},
@@ -165,7 +172,7 @@ def _document(place: Path, key: str, ram: Ram, drive: Drive, swept: Sweep) -> di
     }
 
 
-def _print(out: Output, place: Path, ram: Ram, drive: Drive, swept: Sweep) -> None:
+def _print(out: Output, where: str, ram: Ram, drive: Drive, swept: Sweep) -> None:
     best = ram.best[0]
     rows = [
         [name, f"{speed / 1e9:.1f} GB/s", "best" if name == best else ""]
@@ -180,7 +187,7 @@ def _print(out: Output, place: Path, ram: Ram, drive: Drive, swept: Sweep) -> No
         cells = [f"{speeds[n] / 1e9:.2f}" if n in speeds else "refused" for n in IN_FLIGHT]
         table.append([_WAYS[name], *cells])
     size = format_bytes(drive.piece_bytes)
-    out.prose(f"Random reads of {size} in {place}, GB/s by reads in flight:")
+    out.prose(f"Random reads of {size} in {where}, GB/s by reads in flight:")
     out.table(["DISK READ", *(str(n) for n in IN_FLIGHT)], table)
     out.line()
     if chosen.block_bytes == WHOLE_BLOCKS:

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,10 @@ def test_a_file_system_without_direct_reads_is_told(monkeypatch, tmp_path: Path)
 
 
 def test_a_file_that_ends_early_is_an_error(tmp_path: Path) -> None:
+    folders = (tmp_path, tmp_path / "more")
+    folders[1].mkdir()
+    with written_files(folders, 4096, 5, nobody) as pieces:
+        assert [piece.path.parent for piece in pieces] == [*folders, *folders, folders[0]]
     with written_files(tmp_path, 8192, 2, nobody) as pieces:
         os.truncate(pieces[1].path, 4096)
         with pytest.raises(OSError, match="ends early") as caught:
@@ -112,6 +117,11 @@ def test_what_was_measured_is_remembered_per_drive(tmp_path: Path) -> None:
     assert remembered_ram(settings) is None
     remember(settings, ram=RAM)
     remember(settings, drive=(tmp_path / "not" / "yet", DRIVE))
+    assert remembered_drive(settings, tmp_path) == DRIVE
+    assert remembered_drive(settings, tmp_path, tmp_path) is None  # two drives, read at once
+    two = replace(DRIVE, piece_bytes=1)
+    remember(settings, drive=(tmp_path, two), more=[tmp_path])
+    assert remembered_drive(settings, tmp_path, tmp_path) == two
     assert remembered_drive(settings, tmp_path) == DRIVE
     assert remembered_ram(settings) == RAM
     assert RAM.best == ("2 threads", 2e10)
