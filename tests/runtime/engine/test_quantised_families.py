@@ -91,6 +91,8 @@ def act(activation: Activation, inner: Mapping[str, Tensor]) -> Tensor:
     gate = inner["gate"]
     if activation == "swiglu":
         return gate * gate.sigmoid() * up
+    if activation == "swiglu10":
+        return functional.silu(gate.clamp(max=10)) * up.clamp(-10, 10)
     if activation == "geglu":
         return functional.gelu(gate, approximate="tanh") * up
     gate, up = gate.clamp(max=7), up.clamp(-7, 7)
