@@ -94,7 +94,7 @@ def _attention(config: DeepseekV32Config, parts: Parts, layer: int) -> SparseMla
         )
     lends = layer + 1 < body.layers and layer + 1 not in config.indexed
     dense = MlaAttention(layer, shape, body.hidden, parts, prefix)
-    return SparseMlaAttention(dense, config.indexer.top, indexer, lends)
+    return SparseMlaAttention(dense, config.indexer, indexer, lends)
 
 
 FAMILY = Family("deepseek_v32", parse, build, sigmoid_expert, sigmoid_ignores)

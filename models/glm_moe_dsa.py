@@ -20,12 +20,12 @@ def parse(values: Mapping[str, Any]) -> DeepseekV32Config:
     """See base.Family. Only interleaved rope in the indexer, as all published checkpoints have."""
     fields = Fields(values)
     body = parse_body(fields, default_theta=1e4, default_eps=1e-5)
-    indexed = _indexed(fields, body.layers)
+    indexed = parse_indexed(fields, body.layers)
     require(indexed[:1] == (0,), "indexer_types: the first layer has no indexer to use")
     return parse_sparse(fields, body, indexed, pairs=True, heads=32, groups=(1, 1))
 
 
-def _indexed(fields: Fields, layers: int) -> tuple[int, ...]:
+def parse_indexed(fields: Fields, layers: int) -> tuple[int, ...]:
     """Return the layers with an indexer: indexer_types, else every index_topk_freq-th one."""
     types = fields.words("indexer_types", known=("full", "shared"), count=layers)
     if types is not None:

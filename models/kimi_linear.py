@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moeinf.models.base import ExpertPart, Family, Model, MoeShape, Parts
-from moeinf.models.config import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, Fields, require
+from moeinf.models.config import MAX_LAYERS, Fields, require
 from moeinf.models.expert_names import BLOCK_SPARSE_EXPERTS, is_layer
 from moeinf.models.layers.decoder import Block, BodyConfig, Decoder, parse_body
-from moeinf.models.layers.delta_net import MAX_KERNEL, DeltaShape
-from moeinf.models.layers.kimi_delta import KimiDelta
+from moeinf.models.layers.delta_net import DeltaShape
+from moeinf.models.layers.kimi_delta import KimiDelta, parse_kimi_delta
 from moeinf.models.layers.mla import MlaAttention, MlaShape, parse_mla
 from moeinf.models.layers.norms import RmsNorm
 from moeinf.models.layers.rope import STILL, without_rope
@@ -75,25 +75,10 @@ def parse(values: Mapping[str, Any]) -> KimiLinearConfig:
     return KimiLinearConfig(
         body=body,
         attention=parse_mla(fields, body.heads, body.rope),
-        delta=_delta(fields),
+        delta=parse_kimi_delta(fields, default_heads=32),
         full=_full_layers(fields, body.layers),
         ffn=parse_sigmoid_experts(fields, body, sparse, default_scale=2.446),
     )
-
-
-def _delta(fields: Fields) -> DeltaShape:
-    """Return the sizes of the delta layers; linear_attn_config wins over keys of transformers."""
-    inner = fields.section("linear_attn_config") or Fields({})
-
-    def size(name: str, outer: str, high: int, default: int, low: int = 1) -> int:
-        inner.refuse_null(name)
-        default = fields.integer(outer, low=low, high=high, default=default)
-        return inner.integer(name, low=low, high=high, default=default)
-
-    heads = size("num_heads", "linear_num_heads", MAX_HEADS, 32)
-    width = size("head_dim", "linear_head_dim", MAX_WIDTH, 128)
-    kernel = size("short_conv_kernel_size", "linear_conv_kernel_dim", MAX_KERNEL, 4, low=2)
-    return DeltaShape(heads, heads, width, width, kernel)
 
 
 def _full_layers(fields: Fields, layers: int) -> tuple[int, ...]:

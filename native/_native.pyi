@@ -489,6 +489,7 @@ class ExpertKernel:
     computes down @ act(gate @ x, up @ x):
 
         swiglu          silu(gate) * up
+        swiglu10        silu(gate) * up, gate at most 10, up in -10 … 10
         clamped_swiglu  gate * sigmoid(1.702 gate) * (up + 1), gate at most 7, up in -7 … 7
         geglu           gelu(gate) * up, with the tanh form of gelu
         relu            max(up, 0); there is no gate

@@ -18,6 +18,7 @@ from torch import Tensor
 from tests.arctic import ArcticConfig, ArcticReference
 from tests.tiny_configs import TINY, by_default
 from tests.tiny_families import Tiny
+from tests.tiny_glm5 import with_vision
 
 __all__ = ["TINY", "by_default", "save_tiny", "tiny_config", "tiny_reference"]
 
@@ -57,6 +58,8 @@ def tiny_reference(name: str | Tiny, seed: int = 0) -> Any:
         parameter.data = _scaled(parameter_name, noise)
         if _tiny(name).family in ("qwen3_5_moe", "qwen3_next") and _is_centred(parameter_name):
             parameter.data -= 1
+        if _tiny(name).family == "glm5_next" and ".mlp." in parameter_name:
+            parameter.data *= _beyond(parameter_name)
     for buffer_name, buffer in model.named_buffers():
         if buffer_name.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar")):
             buffer.copy_(_scaled(buffer_name, torch.randn(buffer.shape, generator=draw)))
@@ -71,6 +74,11 @@ def _empty(name: str | Tiny) -> Any:
         kind = transformers.Mistral4ForCausalLM
         return kind._from_config(
             config, experts_implementation="eager", attn_implementation="eager"
+        )
+    if isinstance(config, transformers.Glm5NextTextConfig):
+        seeing = transformers.Glm5NextForConditionalGeneration
+        return seeing._from_config(
+            with_vision(config), experts_implementation="eager", attn_implementation="eager"
         )
     with warnings.catch_warnings():  # caused by n_shared_experts = 0
         warnings.filterwarnings("ignore", "Initializing zero-element tensors is a no-op")
@@ -106,11 +114,20 @@ def _is_centred(name: str) -> bool:
     return name.endswith("norm.weight") and ".linear_attn." not in name
 
 
+def _beyond(name: str) -> float:
+    """Return the factor of an MLP's weight by which some factors of SwiGLU exceed 10."""
+    if "gate_up_proj" in name or name.endswith((".gate_proj.weight", ".up_proj.weight")):
+        return 4.0
+    return 0.125 if "down_proj" in name else 1.0
+
+
 def _scaled(name: str, noise: Tensor) -> Tensor:
+    if ".forget_gate." in name and noise.dim() == 1:
+        return 0.3 * noise - 3 * name.endswith("dt_bias")
     if name.endswith("A_log"):
         return noise - 2.5  # so that a token is remembered for several steps
     if noise.dim() == 1:
-        return 0.3 * noise if name.endswith("bias") else 1 + 0.2 * noise
+        return 0.3 * noise if name.endswith(("bias", ".base")) else 1 + 0.2 * noise
     if "embed" in name:
         return noise
     gain = _ATTENTION_GAIN if "self_attn" in name or name.endswith(_MIXED) else 1.0

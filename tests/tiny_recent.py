@@ -21,6 +21,7 @@ from tests.tiny_families import (
     qwen3_next,
     solar_open,
 )
+from tests.tiny_glm5 import GLM5
 from tests.tiny_mamba import MAMBA
 
 RECENT: dict[str, Tiny] = {
@@ -331,6 +332,7 @@ RECENT: dict[str, Tiny] = {
         v_head_dim=22,
         num_experts_per_tok=8,
     ),
+    **GLM5,
     **MAMBA,
 }
 # One configuration of each of these families is tested by default, and all with -m full.
@@ -348,6 +350,7 @@ BRIEF: tuple[str, ...] = (
     "gemma4",
     "v32",
     "glm-dsa",
+    "glm5-next",
     "mimo",
     "kimi-linear",
     "granite-hybrid",

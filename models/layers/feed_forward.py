@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moeinf.models.base import Experts, MoeShape, Parts
 from moeinf.models.config import MAX_LAYERS, MAX_WIDTH, Fields
-from moeinf.models.layers.ffn import GatedMlp, gated_mlp
+from moeinf.models.layers.ffn import GatedMlp, LimitedMlp, gated_mlp
 from moeinf.models.layers.moe import Router, SparseFfn, parse_moe
 
 FeedForward = Callable[[Tensor, Experts], Tensor]  # [T, D] -> [T, D]
@@ -44,7 +44,13 @@ def shared_experts(parts: Parts, prefix: str, moe: MoeShape, count: int) -> Gate
     """Return DeepSeek's `count` shared experts, stored as one wide network; None for 0."""
     if not count:
         return None
-    return gated_mlp(parts, f"{prefix}.shared_experts", moe.hidden, count * moe.intermediate)
+    width, kind = count * moe.intermediate, dense_kind(moe)
+    return gated_mlp(parts, f"{prefix}.shared_experts", moe.hidden, width, kind)
+
+
+def dense_kind(moe: MoeShape) -> type[GatedMlp]:
+    """Return the dense network with the activation of the experts."""
+    return LimitedMlp if moe.activation == "swiglu10" else GatedMlp
 
 
 def feed_forward(
@@ -59,5 +65,6 @@ def feed_forward(
     if layer in plan.sparse_layers:
         return SparseFfn(plan.sparse_layers.index(layer), router(), shared())
     assert plan.dense_intermediate is not None
-    mlp = gated_mlp(parts, prefix, plan.moe.hidden, plan.dense_intermediate)
+    width, kind = plan.dense_intermediate, dense_kind(plan.moe)
+    mlp = gated_mlp(parts, prefix, plan.moe.hidden, width, kind)
     return lambda x, experts: mlp(x)

@@ -19,6 +19,15 @@ def _swiglu(gate_up: Tensor) -> Tensor:
     return functional.silu(gate) * up
 
 
+def _swiglu10(gate_up: Tensor) -> Tensor:
+    return _limited(*gate_up.chunk(2, dim=-1))
+
+
+def _limited(gate: Tensor, up: Tensor) -> Tensor:
+    """Apply the SwiGLU of DeepSeek-V4 and GLM-5.3: gate at most 10, up in -10 … 10."""
+    return functional.silu(gate.clamp(max=10.0)) * up.clamp(-10.0, 10.0)
+
+
 def _clamped_swiglu(gate_up: Tensor) -> Tensor:
     """Apply gpt-oss's SwiGLU: gate at most 7 with a steeper sigmoid, up in -7 … 7, plus 1."""
     gate, up = gate_up.chunk(2, dim=-1)
@@ -38,6 +47,7 @@ def relu2(up: Tensor) -> Tensor:
 
 _ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "swiglu": _swiglu,
+    "swiglu10": _swiglu10,
     "clamped_swiglu": _clamped_swiglu,
     "geglu": _geglu,
     "relu": functional.relu,
@@ -99,6 +109,15 @@ class GeluMlp(GatedMlp):
             ),
             x,
         )
+
+
+@dataclass(frozen=True)
+class LimitedMlp(GatedMlp):
+    """The same with the limits of swiglu10."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Map [T, D] to [T, D]."""
+        return _in_blocks(lambda rows: self.down(_limited(self.gate(rows), self.up(rows))), x)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from torch.nn import functional
 from moeinf.models.base import Parts
 from moeinf.models.config import MAX_CONTEXT, MAX_HEADS, MAX_WIDTH, Fields, require
 from moeinf.models.layers.attention import causal_mask, head_blocks
-from moeinf.models.layers.kv_cache import PassRows, Span
+from moeinf.models.layers.kv_cache import KvCache, PassRows, Span
 from moeinf.models.layers.norms import layer_norm
 from moeinf.models.layers.rope import rotate_half, rotate_pairs
 
@@ -40,12 +40,22 @@ class IndexerShape:
     top: int  # index_topk
     rope: int  # qk_rope_head_dim: the first values of a head, which rotate
     pairs: bool  # rope pairs 2i with 2i + 1, not i with i + rope / 2
+    pool: int = 1  # index_kpool: consecutive tokens that are chosen together; see pooled_indexer.py
 
     def __post_init__(self) -> None:
         require(
             self.rope <= self.width,
             f"index_head_dim {self.width} is below qk_rope_head_dim {self.rope}",
         )
+        require(
+            self.top % self.pool == 0,
+            f"index_topk {self.top} is not a multiple of index_kpool {self.pool}",
+        )
+
+    @property
+    def reach(self) -> int:
+        """The tokens of a text that see all before them: no choice leaves any out."""
+        return self.top + self.pool - 1
 
 
 def parse_indexer(fields: Fields, rope: int, pairs: bool, default_heads: int) -> IndexerShape:
@@ -79,19 +89,25 @@ class Indexer:
         """Write the keys of all rows into the caches, and choose for the rows of `far`.
 
         x [T, D]; narrow [T, q_lora]: the queries before their last projection. Every row of `far`
-        has more than `top` tokens. Returns for each span the places [n, top] int32, ascending.
+        has more than `reach` tokens. Returns for each span the places [n, top] int32, ascending.
         """
-        keys = self._turned(self._k_norm(self._k(x))[:, None], rows)  # [T, 1, W]
-        for span in rows.spans:
-            span.cache.write(self._plane, span.past, keys[span.rows])
+        self._remember(x, rows)
         if not far:
             return []
         queries = torch.unflatten(self._q(narrow), -1, (self._shape.heads, -1))  # [T, H, W]
         queries = self._turned(queries, rows)
         return [self._chosen(x[span.rows], queries[span.rows], span) for span in far]
 
+    def _remember(self, x: Tensor, rows: PassRows) -> None:
+        """Write the keys of all rows into the caches."""
+        keys = self._turned(self._k_norm(self._k(x))[:, None], rows)  # [T, 1, W]
+        for span in rows.spans:
+            span.cache.write(self._plane, span.past, keys[span.rows])
+
     def _turned(self, y: Tensor, rows: PassRows) -> Tensor:
         """Rotate the first values of y [T, heads, W]."""
+        if not self._shape.rope:
+            return y
         first, rest = y[..., : self._shape.rope], y[..., self._shape.rope :]
         rotate = rotate_pairs if self._shape.pairs else rotate_half
         return torch.cat((rotate(first, rows.cos, rows.sin), rest), -1)
@@ -104,21 +120,34 @@ class Indexer:
         row_bytes = 4 * shape.heads * _KEYS + 16 * total
         found = []
         for at in head_blocks(span.count, row_bytes):
-            scores = self._scores(queries[at], weights[at], span, span.past + at.stop)
-            found.append(largest(scores, shape.top))
+            scores = self._scores(queries[at], weights[at], span.cache, span.past + at.stop)
+            found.append(self._places(scores, span.past + at.stop))
         return torch.cat(found)
 
-    def _scores(self, queries: Tensor, weights: Tensor, span: Span, total: int) -> Tensor:
-        """Return [n, total] float32: the scores of the last n of `total` tokens, -inf for later."""
-        (stored,) = span.cache.planes(self._plane)
-        scores = weights.new_empty(len(weights), total)
-        for start in range(0, total, _KEYS):
-            part = slice(start, min(start + _KEYS, total))
-            keys = span.cache.values(stored[0, part], self._shape.width)  # [p, W]
+    def _places(self, scores: Tensor, total: int) -> Tensor:
+        """Return the places that the last n of `total` tokens see; scores: [n, total // pool]."""
+        return largest(scores, self._shape.top)
+
+    def _scores(self, queries: Tensor, weights: Tensor, cache: KvCache, total: int) -> Tensor:
+        """Return the scores of all pools for the last n of `total` tokens.
+
+        [n, total // pool] float32; -inf for a pool with a later token.
+        """
+        pools = total // self._shape.pool
+        scores = weights.new_empty(len(weights), pools)
+        for start in range(0, pools, _KEYS):
+            part = slice(start, min(start + _KEYS, pools))
+            keys = self._keys(cache, part)  # [p, W]
             products = (queries.float() @ keys.float().mT).relu()  # [n, H, p]
             scores[:, part] = (weights[:, None] @ products)[:, 0]
         seen = causal_mask(len(weights), total, None, scores.device)
+        seen = seen[:, self._shape.pool - 1 :: self._shape.pool]  # the last token of each pool
         return scores.nan_to_num(0.0, torch.inf, -torch.inf).masked_fill_(~seen, -torch.inf)
+
+    def _keys(self, cache: KvCache, pools: slice) -> Tensor:
+        """Return the keys [p, W] of some pools."""
+        (stored,) = cache.planes(self._plane)
+        return cache.values(stored[0, pools], self._shape.width)
 
 
 def largest(scores: Tensor, count: int) -> Tensor:

@@ -4,26 +4,61 @@ Math as in transformers 5.23, modeling_kimi_linear.py. With a decay g [dk] of ea
 delta_net.py's rule is
 
     S ← diag(exp(g)) · S;   S ← S + k ⊗ β (v - kᵀ S);   its output is qᵀ S
+
+GLM-5.3-Flash keeps g above a bound: see Forgetting.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from moeinf.models.base import Linear, Parts
-from moeinf.models.layers.delta_net import DeltaScan, DeltaShape, one_token
+from moeinf.models.config import MAX_HEADS, MAX_WIDTH, Fields
+from moeinf.models.layers.delta_net import MAX_KERNEL, DeltaScan, DeltaShape, one_token
 from moeinf.models.layers.kv_cache import PassRows
 
 _TOGETHER = 16  # tokens whose pairs have a decay for each channel: H · 16 · 16 · dk floats
+
+
+def parse_kimi_delta(fields: Fields, default_heads: int) -> DeltaShape:
+    """Read the sizes; linear_attn_config wins over keys of transformers."""
+    inner = fields.section("linear_attn_config") or Fields({})
+
+    def size(name: str, outer: str, high: int, default: int, low: int = 1) -> int:
+        inner.refuse_null(name)
+        default = fields.integer(outer, low=low, high=high, default=default)
+        return inner.integer(name, low=low, high=high, default=default)
+
+    heads = size("num_heads", "linear_num_heads", MAX_HEADS, default_heads)
+    width = size("head_dim", "linear_head_dim", MAX_WIDTH, 128)
+    kernel = size("short_conv_kernel_size", "linear_conv_kernel_dim", MAX_KERNEL, 4, low=2)
+    return DeltaShape(heads, heads, width, width, kernel)
+
+
+@dataclass(frozen=True)
+class Forgetting:
+    """How a channel's input x and its head's rate = exp(A_log) give the log-decay g."""
+
+    bound: float | None = None  # g = bound · sigmoid(rate · x); None: g = -rate · softplus(x)
+    flat: bool = False  # A_log is stored as [H], not as [1, 1, H, 1]
 
 
 class KimiDelta:
     """One layer of Kimi Delta Attention, the `layer`-th of the recurrent layers."""
 
     def __init__(
-        self, layer: int, shape: DeltaShape, hidden: int, eps: float, parts: Parts, prefix: str
+        self,
+        layer: int,
+        shape: DeltaShape,
+        hidden: int,
+        eps: float,
+        parts: Parts,
+        prefix: str,
+        forgetting: Forgetting = Forgetting(),
     ) -> None:
         heads, wide, narrow = shape.value_heads, shape.values, shape.value_dim
 
@@ -40,7 +75,9 @@ class KimiDelta:
         self._beta, self._out = linear("b_proj", heads, hidden), linear("o_proj", hidden, wide)
         self._scan = DeltaScan(layer, shape, torch.cat([conv(n) for n in "qkv"]), channel_rule)
         self._dt_bias = parts.tensor(f"{prefix}.dt_bias", wide).float()
-        self._rate = -parts.tensor(f"{prefix}.A_log", 1, 1, heads, 1)[0].float().exp()  # [1, H, 1]
+        sizes = (heads,) if forgetting.flat else (1, 1, heads, 1)
+        rate = parts.tensor(f"{prefix}.A_log", *sizes).float().exp()
+        self._rate, self._bound = rate.view(1, heads, 1), forgetting.bound
         self._norm = parts.tensor(f"{prefix}.o_norm.weight", narrow).float()
 
     def __call__(self, x: Tensor, rows: PassRows) -> Tensor:
@@ -53,11 +90,17 @@ class KimiDelta:
         out = torch.empty_like(gate)
         for span in rows.spans:  # torch may give a row other bits in another number of rows
             r = span.rows
-            raw = functional.softplus(slow[r].float() + self._dt_bias)
-            decay = self._rate * torch.unflatten(raw, -1, (self._heads, -1))  # [n, H, dk]
+            decay = self._decay_of(slow[r].float() + self._dt_bias)
             values = self._scan(span, qkv[r], decay, beta[r].sigmoid().float())
             out[r] = self._gated(values, gate[r])
         return self._out(out)
+
+    def _decay_of(self, x: Tensor) -> Tensor:
+        """Map x [n, H·dk] to log-decays [n, H, dk]; see Forgetting."""
+        x = torch.unflatten(x, -1, (self._heads, -1))
+        if self._bound is None:
+            return -self._rate * functional.softplus(x)
+        return self._bound * (self._rate * x).sigmoid()
 
     def _gated(self, values: Tensor, gate: Tensor) -> Tensor:
         """Return the RMSNorm of each head's values [T, H·dv] times the gate's sigmoid."""

@@ -27,8 +27,6 @@ from moeinf.models.layers.kv_cache import PassRows, Span
 from moeinf.models.layers.norms import RmsNorm
 from moeinf.models.layers.rope import RopeConfig, rotate_pairs
 
-_EPS = 1e-6  # of the two inner norms; they do not use rms_norm_eps
-
 
 @dataclass(frozen=True)
 class MlaShape:
@@ -36,12 +34,13 @@ class MlaShape:
 
     heads: int
     nope: int  # qk_nope_head_dim
-    rope: int  # qk_rope_head_dim
+    rope: int  # qk_rope_head_dim; may be 0
     value: int  # v_head_dim
     kv_lora: int  # kv_lora_rank
     q_lora: int | None  # q_lora_rank
     scale: float
     bias: bool = False  # on q_a_proj, kv_a_proj_with_mqa and o_proj
+    norm_eps: float = 1e-6  # of the two inner norms; most families do not use rms_norm_eps
 
     def __post_init__(self) -> None:
         require(self.rope % 2 == 0, f"qk_rope_head_dim {self.rope} is odd")
@@ -52,14 +51,15 @@ class MlaShape:
         return ((1, self.kv_lora + self.rope),)
 
 
-def parse_mla(fields: Fields, heads: int, rope: RopeConfig) -> MlaShape:
+def parse_mla(fields: Fields, heads: int, rope: RopeConfig, rotated: int | None = None) -> MlaShape:
     """Read the sizes; raise ModelDataError for invalid ones.
 
-    A q_lora_rank of null means no bottleneck.
+    A q_lora_rank of null means no bottleneck. rotated: see MlaShape.rope; None: read it.
     """
     fields.expect("q_lora_rank")
     nope = fields.integer("qk_nope_head_dim", high=MAX_WIDTH)
-    rotated = fields.integer("qk_rope_head_dim", high=MAX_WIDTH)
+    if rotated is None:
+        rotated = fields.integer("qk_rope_head_dim", high=MAX_WIDTH)
     return MlaShape(
         heads=heads,
         nope=nope,
@@ -117,11 +117,11 @@ class MlaAttention:
         self.kv_a = parts.linear(
             f"{prefix}.kv_a_proj_with_mqa", shape.kv_lora + shape.rope, hidden, shape.bias
         )
-        norm = RmsNorm(parts.tensor(f"{prefix}.kv_a_layernorm.weight", shape.kv_lora), _EPS)
+        weight = parts.tensor(f"{prefix}.kv_a_layernorm.weight", shape.kv_lora)
         rows = shape.heads * (shape.nope + shape.value)
         kv_b = parts.tensor(f"{prefix}.kv_b_proj.weight", rows, shape.kv_lora)
         kv_b = kv_b.view(shape.heads, -1, shape.kv_lora)
-        self.torch_core = MlaCore(layer, shape, norm, kv_b)
+        self.torch_core = MlaCore(layer, shape, RmsNorm(weight, shape.norm_eps), kv_b)
         self.core = parts.tuned(self.torch_core)
         self.o = parts.linear(f"{prefix}.o_proj", hidden, shape.heads * shape.value, shape.bias)
 
@@ -244,6 +244,6 @@ def _query(shape: MlaShape, hidden: int, parts: Parts, prefix: str) -> Callable[
     if shape.q_lora is None:
         return parts.linear(f"{prefix}.q_proj", wide, hidden)
     down: Linear = parts.linear(f"{prefix}.q_a_proj", shape.q_lora, hidden, shape.bias)
-    norm = RmsNorm(parts.tensor(f"{prefix}.q_a_layernorm.weight", shape.q_lora), _EPS)
+    norm = RmsNorm(parts.tensor(f"{prefix}.q_a_layernorm.weight", shape.q_lora), shape.norm_eps)
     up: Linear = parts.linear(f"{prefix}.q_b_proj", wide, shape.q_lora)
     return parts.tuned(LowRank(down, norm, up))

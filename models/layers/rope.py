@@ -231,6 +231,8 @@ def rotate_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate x [T, heads, dim], pairing 2i with 2i + 1, in float32; cos and sin [T, dim/2]."""
+    if not x.shape[-1]:
+        return x
     a, b = torch.unflatten(x.float(), -1, (-1, 2)).unbind(-1)
     cos, sin = cos[:, None], sin[:, None]
     return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2).to(x.dtype)

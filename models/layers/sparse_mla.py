@@ -6,6 +6,9 @@ token attends to the latents of its chosen places, which are gathered from the c
     position    0 ………… index_topk - 1 │ index_topk …………
     attention   dense: mla.py         │ row by row over index_topk gathered latents
 
+With pools (pooled_indexer.py) the border is IndexerShape.reach. A row also sees the tokens after
+its last whole pool.
+
 So nothing here depends on how a prompt is cut, except the bits of products.
 
 A layer without an indexer uses the choice of the last layer before it that has one (GLM-5.2, arXiv
@@ -18,7 +21,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from moeinf.models.layers.indexer import Indexer
+from moeinf.models.layers.indexer import Indexer, IndexerShape
 from moeinf.models.layers.kv_cache import PassRows, Span
 from moeinf.models.layers.mla import LowRank, MlaAttention, as_index
 
@@ -26,19 +29,21 @@ from moeinf.models.layers.mla import LowRank, MlaAttention, as_index
 class SparseMlaAttention:
     """Latent attention of one layer, with an indexer or the choice of an earlier layer's."""
 
-    def __init__(self, dense: MlaAttention, top: int, indexer: Indexer | None, lends: bool) -> None:
-        """Wrap a layer's dense attention. top: index_topk.
+    def __init__(
+        self, dense: MlaAttention, shape: IndexerShape, indexer: Indexer | None, lends: bool
+    ) -> None:
+        """Wrap a layer's dense attention.
 
         lends: whether the next layer uses the choice of this one.
         """
-        self._dense, self._top, self._indexer, self._lends = dense, top, indexer, lends
+        self._dense, self._shape, self._indexer, self._lends = dense, shape, indexer, lends
         assert isinstance(dense.q, LowRank)
         self._q = dense.q
 
     def __call__(self, x: Tensor, rows: PassRows) -> Tensor:
         """Map x [T, D] to [T, D]; write latents and the indexer's keys into the caches."""
         narrow = self._q.narrow(x)
-        near, far = divided_at(rows.spans, self._top)
+        near, far = divided_at(rows.spans, self._shape.reach)
         chosen = list(rows.chosen)
         if self._indexer is not None:
             chosen = self._indexer(x, narrow, rows, far)
@@ -73,11 +78,14 @@ class SparseMlaAttention:
             out[at] = core.absorbed(q_nope[at], q_rope[at], self._memories(span, places))
 
     def _memories(self, span: Span, places: Tensor) -> Iterator[Tensor]:
-        """Yield the latents [top, kv_lora + rope] at the places [n, top] of each row."""
-        core = self._dense.torch_core
+        """Yield the latents [S, kv_lora + rope] at the places of each row.
+
+        A row sees `top` of its places, and those after its last whole pool.
+        """
+        core, top, pool = self._dense.torch_core, self._shape.top, self._shape.pool
         (stored,) = span.cache.planes(core.layer)
-        for row in places:
-            found = stored[0].index_select(0, row)
+        for tokens, row in enumerate(places, span.past + 1):
+            found = stored[0].index_select(0, row[: top + tokens % pool])
             yield span.cache.values(found, core.shape.kv_lora + core.shape.rope)
 
 

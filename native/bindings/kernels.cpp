@@ -38,6 +38,7 @@ Format format_of(const std::string& name) {
 
 Activation activation_of(const std::string& name) {
     if (name == "swiglu") return Activation::kSwiGlu;
+    if (name == "swiglu10") return Activation::kSwiGlu10;
     if (name == "clamped_swiglu") return Activation::kClampedSwiGlu;
     if (name == "geglu") return Activation::kGeGlu;
     if (name == "relu") return Activation::kRelu;

@@ -52,6 +52,19 @@ Floats exponential(Floats x) noexcept {
     return p * std::bit_cast<Floats>((exponent + 127) << 23);
 }
 
+// Returns min(x, limit), NaN for NaN.
+Floats at_most(Floats x, float limit) noexcept {
+    const Floats high = Floats{} + limit;
+    return x > high ? high : x;
+}
+
+// Returns x in -limit … limit, NaN for NaN.
+Floats within(Floats x, float limit) noexcept {
+    const Floats low = Floats{} - limit;
+    x = at_most(x, limit);
+    return x < low ? low : x;
+}
+
 // Reads group `group` of a row as 32 floats, with zeros after the end of the row.
 void fetch_group(RowView row, std::size_t columns, std::size_t group, float* out) noexcept {
     const std::size_t first = group * kGroup;
@@ -156,13 +169,17 @@ void activate(Activation activation, const float* gate, const float* up, float* 
                 store(values + i, g / (1.0f + exponential(-g)) * load(up + i));
             }
             return;
+        case Activation::kSwiGlu10:
+            for (std::size_t i = 0; i < kGroup; i += kWide) {
+                const Floats g = at_most(load(gate + i), kSwiGluLimit);
+                const Floats u = within(load(up + i), kSwiGluLimit);
+                store(values + i, g / (1.0f + exponential(-g)) * u);
+            }
+            return;
         case Activation::kClampedSwiGlu:
             for (std::size_t i = 0; i < kGroup; i += kWide) {
-                const Floats high = Floats{} + kClampedLimit, low = -high;
-                Floats g = load(gate + i), u = load(up + i);
-                g = g > high ? high : g;
-                u = u > high ? high : u;
-                u = u < low ? low : u;
+                const Floats g = at_most(load(gate + i), kClampedLimit);
+                const Floats u = within(load(up + i), kClampedLimit);
                 store(values + i, g / (1.0f + exponential(g * -kClampedAlpha)) * (u + 1.0f));
             }
             return;

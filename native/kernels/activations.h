@@ -44,12 +44,14 @@ enum class Dtype { kBf16, kF32 };  // of a tensor of activations
 // The function that an expert computes between its matrices.
 enum class Activation {
     kSwiGlu,         // silu(gate) · up
+    kSwiGlu10,       // silu(g) · u, g = min(gate, 10), u = up in ± 10
     kClampedSwiGlu,  // (u + 1) · g · sigmoid(kAlpha · g), g = min(gate, kLimit), u = up in ± kLimit
     kGeGlu,          // gelu(gate) · up, gelu in its tanh form: g · sigmoid(g · (kGelu + kGeluCube · g²))
     kRelu,           // max(up, 0), without a gate
     kRelu2,          // max(up, 0)², without a gate
 };
 
+inline constexpr float kSwiGluLimit = 10.0f;   // DeepSeek-V4, GLM-5.3
 inline constexpr float kClampedAlpha = 1.702f;  // gpt-oss
 inline constexpr float kClampedLimit = 7.0f;
 inline constexpr float kGelu = 1.59576912f;  // 2 · √(2/π): 1 + tanh(z) = 2 · sigmoid(2z)

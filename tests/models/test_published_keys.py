@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import transformers
 
-from moeinf.models import family_of
+from moeinf.models import FAMILIES, family_of
 from moeinf.models.base import ExpertPart
 from tests.models.test_names import config_of
 from tests.tiny import tiny_config
@@ -99,3 +99,48 @@ def test_kimis_layers_by_number() -> None:
     config = family_of(values).parse({**values, "layer_types": None, "linear_attn_config": inner})
     assert config.full == (1,)
     assert (config.delta.value_heads, config.delta.key_dim, config.delta.kernel) == (5, 14, 3)
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "bound"),
+    [
+        ({}, {"gate_lower_bound": -3.0}, -3.0),
+        ({"linear_lower_bound": -2.0}, {"num_heads": 4}, -2.0),
+        ({"linear_lower_bound": None}, {"num_heads": 4}, -5.0),  # safe_gate
+        ({"linear_lower_bound": None}, {"safe_gate": False}, None),
+        ({"linear_lower_bound": None}, None, None),
+    ],
+)
+def test_glms_bound_of_decays(outer: Any, inner: Any, bound: float | None) -> None:
+    """As transformers reads it; also inside the config of a model that sees."""
+    text = {**tiny_config("glm5-next").to_dict(), **outer}
+    if inner is not None:
+        text["linear_attn_config"] = inner
+    family = FAMILIES["glm5_next"]
+    assert family.parse(text).forgetting.bound == bound
+    whole = {"model_type": "glm5_next", "text_config": text, "tie_word_embeddings": True}
+    assert family.parse(whole).forgetting.bound == bound
+    assert family.parse(whole).body.tied_embeddings
+    theirs = transformers.Glm5NextTextConfig(**{**text, "model_type": "glm5_next_text"})
+    assert theirs.linear_lower_bound == bound
+
+
+def test_glms_names() -> None:
+    """With the vision part and without it; unused tensors of the last layer and of indexers."""
+    family, config = config_of("glm5-next")
+    for inside in ("language_model.", ""):
+        prefix = f"model.{inside}layers"
+        part = family.expert(f"{prefix}.2.mlp.experts.7.up_proj.weight", config)
+        assert part == ExpertPart(1, 7, "up")
+        assert family.rename(f"{prefix}.2.hc_ffn_base") == "model.layers.2.ffn_hc.base"
+        for aside in ("self_attn.q_proj.weight", "mlp.experts.0.up_proj.weight", "eh_proj.weight"):
+            assert family.ignores(f"{prefix}.4.{aside}", config)
+            assert family.expert(f"{prefix}.4.{aside}", config) is None
+    assert family.ignores("model.visual.blocks.0.attn.proj.weight", config)
+    family, config = config_of("glm5-next-shared")
+    name = "model.language_model.layers.{}.self_attn.indexer.wk.weight"
+    assert [family.ignores(name.format(layer), config) for layer in range(3)] == [
+        False,
+        True,
+        False,
+    ]

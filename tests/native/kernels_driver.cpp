@@ -86,8 +86,8 @@ std::uint32_t check(const std::vector<float>& values) {
 
 void experts(ThreadPool& pool, Format format, const char* name) {
     for (const Activation activation :
-         {Activation::kSwiGlu, Activation::kClampedSwiGlu, Activation::kGeGlu, Activation::kRelu,
-          Activation::kRelu2}) {
+         {Activation::kSwiGlu, Activation::kSwiGlu10, Activation::kClampedSwiGlu,
+          Activation::kGeGlu, Activation::kRelu, Activation::kRelu2}) {
         const ExpertShape shape{format, format, activation, kHidden, kInner, false};
         Buffer expert(shape.bytes());
         write_matrix(expert.data(), format, kInner, kHidden);

@@ -290,6 +290,8 @@ def between(activation: str, products: list[torch.Tensor]) -> torch.Tensor:
     gate, up = products
     if activation == "swiglu":
         return gate / (1 + (-gate).exp()) * up
+    if activation == "swiglu10":
+        return torch.nn.functional.silu(gate.clamp(max=10)) * up.clamp(-10, 10)
     if activation == "geglu":
         return torch.nn.functional.gelu(gate, approximate="tanh") * up
     gate, up = gate.clamp(max=7), up.clamp(-7, 7)
@@ -298,7 +300,9 @@ def between(activation: str, products: list[torch.Tensor]) -> torch.Tensor:
 
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("biases", [0.0, 6.0])
-@pytest.mark.parametrize("activation", ["swiglu", "clamped_swiglu", "geglu", "relu", "relu2"])
+@pytest.mark.parametrize(
+    "activation", ["swiglu", "swiglu10", "clamped_swiglu", "geglu", "relu", "relu2"]
+)
 def test_activations_and_biases_agree_with_float64_on_every_path(activation, biases, form):
     hidden, inner = 70, 45  # biases of 6: about half of the values to clamp are beyond the limit
     gated = is_gated(activation)

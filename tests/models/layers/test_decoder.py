@@ -117,6 +117,7 @@ def test_many_rows_of_logits(olmoe: Pair) -> None:
         ("glm4-lite", 3 * (20 + 8)),
         ("v32", 3 * (20 + 8 + 14)),  # with the indexers' keys
         ("glm-dsa", 4 * (20 + 8) + 3 * 14),  # one layer of four has no indexer
+        ("glm5-next", 20 + 2 * 14),  # one layer of four, with the indexer's keys and gates
         ("qwen2-window", 4 * 2 * 3 * 12),
         ("qwen3", 2 * 2 * 2 * 12),
         ("kimi-linear", 1 * (20 + 8)),  # one layer of four has attention

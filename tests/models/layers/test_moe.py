@@ -62,7 +62,7 @@ def make_experts(
     }
 
 
-@pytest.mark.parametrize("activation", ["clamped_swiglu", "geglu", "relu", "relu2"])
+@pytest.mark.parametrize("activation", ["swiglu10", "clamped_swiglu", "geglu", "relu", "relu2"])
 def test_activations_with_biases(activation: Activation) -> None:
     draw = torch.Generator().manual_seed(3)
     inner_rows = 5 if activation in ("relu", "relu2") else 10
@@ -77,6 +77,10 @@ def test_activations_with_biases(activation: Activation) -> None:
         gate = products[:, :5]
         tanh = torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))
         middle = 0.5 * gate * (1 + tanh) * products[:, 5:]
+    elif activation == "swiglu10":
+        gate = torch.where(products[:, :5] > 10, 10.0, products[:, :5])
+        up = torch.where(products[:, 5:].abs() > 10, 10 * products[:, 5:].sign(), products[:, 5:])
+        middle = gate / (1 + torch.exp(-gate)) * up
     elif activation == "relu2":
         middle = products.abs() * products * (products > 0)
     else:

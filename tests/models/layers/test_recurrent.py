@@ -173,6 +173,7 @@ def test_a_pass_that_fails_leaves_everything_as_it_was() -> None:
         "kimi-linear",
         "nemotron",
         pytest.param("granite-hybrid", marks=pytest.mark.full),
+        pytest.param("glm5-next", marks=pytest.mark.full),
     ],
 )
 def test_long_texts_and_what_is_left_of_them(name: str, tmp_path: Path) -> None:

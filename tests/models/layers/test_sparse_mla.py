@@ -51,7 +51,7 @@ def layer_of(tensors: dict[str, Tensor], shape: IndexerShape = INDEX) -> SparseM
     parts = DictParts(tensors)
     dense = MlaAttention(0, SHAPE, HIDDEN, parts, "a")
     chooser = Indexer(1, shape, HIDDEN, 9, parts, "a.indexer")
-    return SparseMlaAttention(dense, shape.top, chooser, lends=True)
+    return SparseMlaAttention(dense, shape, chooser, lends=True)
 
 
 def rows_of(*spans: Span) -> PassRows:
@@ -202,7 +202,7 @@ def test_a_layer_without_an_indexer_uses_the_choice_before_it() -> None:
     tensors = weights()
     first = layer_of(tensors)
     dense = MlaAttention(0, SHAPE, HIDDEN, DictParts(tensors), "a")
-    second = SparseMlaAttention(dense, INDEX.top, None, lends=False)
+    second = SparseMlaAttention(dense, INDEX, None, lends=False)
     rows = rows_of(Span(new_cache(), slice(0, TOKENS), 0))
     found = first(X, rows)
     assert [choice.shape for choice in rows.chosen] == [(TOKENS - INDEX.top, INDEX.top)]

@@ -31,7 +31,7 @@ CONFIGS += ["gemma4-own-values"]
 CONFIGS += ["v32", "v32-all-experts", "glm-dsa", "glm-dsa-one-indexer"]
 CONFIGS += ["mimo", "mimo-wide-values", "kimi-linear", "kimi-linear-full-first"]
 CONFIGS += ["granite-hybrid", "granite-hybrid-rope", "nemotron", "nemotron-alone"]
-CONFIGS += ["nemotron-latent"]
+CONFIGS += ["nemotron-latent", "glm5-next", "glm5-next-shared", "glm5-next-all-experts"]
 CONFIGS += ["qwen2", "qwen2-window", "qwen3", "qwen3-sparse-step", "qwen3-window"]
 GREEDY = SamplingOptions(temperature=0)
 
@@ -43,7 +43,7 @@ def pulled(name: str, folder: Path, count: int) -> tuple[Settings, Manifest, lis
     settings = Settings(folder / "home")
     manifest = pull(folder / "checkpoint", settings, "tiny:f32")
     model = tiny_reference(name, seed=3)
-    prompt = [(7 * i + 3) % model.config.vocab_size for i in range(23)]
+    prompt = [(7 * i + 3) % model.config.get_text_config().vocab_size for i in range(23)]
     expected = model.generate(
         torch.tensor([prompt]), do_sample=False, max_new_tokens=count, eos_token_id=None
     )[0, len(prompt) :].tolist()

@@ -26,6 +26,7 @@ KINDS = [
     ("glm-dsa", "full"),
     ("glm-dsa", "q8"),
     *(pytest.param(n, "full", marks=pytest.mark.full) for n in ("lfm2", "mimo", "kimi-linear")),
+    *(pytest.param("glm5-next", kv, marks=pytest.mark.full) for kv in ("full", "q8")),
     pytest.param("nemotron", "full", marks=pytest.mark.full),
 ]  # MLA, windows, recurrent, longrope, indexers
 IDS = [(7 * place + place // 5) % 50 for place in range(100)]

@@ -42,6 +42,7 @@ REMEMBERED = {
     "deepseek-v3": ("deepseek_v3", 3 * (20 + 8)),
     "glm4": ("glm4_moe", 3 * 2 * 2 * 12),
     "glm4-lite": ("glm4_moe_lite", 3 * (20 + 8)),
+    "glm5-next": ("glm5_next", 20 + 2 * 14),  # one layer of four, with an indexer
     "gpt-oss": ("gpt_oss", 3 * 2 * 2 * 10),
     "granite": ("granitemoe", 2 * 2 * 2 * 8),
     "granite-hybrid": ("granitemoehybrid", 1 * 2 * 2 * 8),  # one layer of four
@@ -60,7 +61,7 @@ REMEMBERED = {
 # slots x recurrent layers x (state of every head + input history of the convolution)
 FIXED = {"qwen3.5": 5 * 3 * (4 * 6 * 10 + 3 * (2 * 2 * 6 + 4 * 10))}
 FIXED |= {"qwen3-next": FIXED["qwen3.5"], "lfm2": 5 * 3 * 2 * 36}
-FIXED |= {"kimi-linear": 5 * 3 * (4 * 6 * 6 + 3 * 3 * 4 * 6)}
+FIXED |= dict.fromkeys(("kimi-linear", "glm5-next"), 5 * 3 * (4 * 6 * 6 + 3 * 3 * 4 * 6))
 FIXED |= {"granite-hybrid": 5 * 3 * (4 * 16 * 10 + 3 * (4 * 16 + 2 * 10))}
 FIXED |= {"nemotron": 5 * 2 * (6 * 8 * 10 + 3 * (6 * 8 + 2 * 2 * 10))}
 
