@@ -302,6 +302,10 @@ NoSpeculation = Annotated[
 ]
 
 
+NoMtp = Annotated[
+    bool,
+    typer.Option("--no-mtp", help="Do not draft with the layers for multi-token prediction."),
+]
 DraftModel = Annotated[
     str | None,
     typer.Option(
@@ -333,6 +337,7 @@ def engine_config(
     speculation: bool = True,
     kv: Kv | None = None,
     draft: str | None = None,
+    mtp: bool = True,
 ) -> EngineConfig:
     """Return the configuration: options override the environment, which overrides defaults."""
     return EngineConfig(
@@ -354,4 +359,5 @@ def engine_config(
         prefix=settings.prefix if prefix_cache else None,
         speculation=speculation,
         draft=draft,
+        mtp=mtp,
     )

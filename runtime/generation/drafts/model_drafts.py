@@ -1,4 +1,4 @@
-"""Draft the continuation of a text with a smaller model, greedily.
+"""Draft the continuation of a text with a smaller model or the model's own MTP layers, greedily.
 
     the text so far ──▶ draft model ──▶ c (0.93) ──▶ d (0.71) ──▶ e (0.32): not worth a row
 
@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 from moeinf.offload.store.expert_store import Stopped
 from moeinf.offload.store.transfer import ExpertReadError
-from moeinf.runtime.engine.draft_engine import DraftEngine
+from moeinf.runtime.engine.draft_engine import Drafter
 from moeinf.runtime.generation.drafts.draft_gate import DraftGate
 from moeinf.runtime.generation.in_flight import Running, shared_tokens
 
@@ -60,7 +60,7 @@ class Trust:
 class ModelDrafts:
     """The drafts of one engine's draft model, for one text at a time."""
 
-    def __init__(self, engine: DraftEngine, gate: DraftGate) -> None:
+    def __init__(self, engine: Drafter, gate: DraftGate) -> None:
         self._engine, self._gate = engine, gate
         self._held: list[int] = []  # the tokens of the engine's state
         self._seconds = self._read_seconds = 0.0  # of a drafted and of a read token; 0: unknown
@@ -75,17 +75,21 @@ class ModelDrafts:
         if self._lost:
             return [], 0.0
         self._trust.fade()
-        rows = min(rows, self._engine.state.capacity - len(history))
+        text = self._engine.text(history)
+        if not text:
+            return [], 0.0
+        del self._held[self._engine.state.length :]
+        rows = min(rows, self._engine.state.capacity - len(text))
         each = self._seconds or self._engine.cost * gate.single
         chances = [self._trust.mean ** (place + 1) for place in range(rows - 1)]
         most = gate.worth(one.drafts, chances, each)
-        if not most or not self._pays(one, chances[:most], each):
+        if not most or not self._pays(one, text, chances[:most], each):
             return [], 0.0
         floor = gate.row_cost(most + 1, each)
         try:
-            self._read(history[:-1], one.request.stopped)
+            self._read(text[:-1], one.request.stopped)
             start = time.perf_counter()
-            tokens, probabilities = self._continue(history, most, floor)
+            tokens, probabilities = self._continue(text, most, floor)
         except Stopped:
             return [], 0.0
         except ExpertReadError:
@@ -119,10 +123,12 @@ class ModelDrafts:
             found.append(chance)
         return found
 
-    def _pays(self, one: Running, chances: Sequence[float], each: float) -> bool:
+    def _pays(
+        self, one: Running, text: Sequence[int], chances: Sequence[float], each: float
+    ) -> bool:
         """Return True if reading the text is worth its time, by the tokens of the answer so far."""
-        history, gate = one.answer.history, self._gate
-        unread = len(history) - shared_tokens(self._held, history, 1)
+        gate = self._gate
+        unread = len(text) - shared_tokens(self._held, text, 1)
         if unread <= _AT_ONCE:
             return True
         gained = (1 - 1 / gate.value(chances, each)) * gate.single  # seconds per token
@@ -140,10 +146,10 @@ class ModelDrafts:
         self._read_seconds = _mean(self._read_seconds, (time.perf_counter() - start) / len(unread))
 
     def _continue(
-        self, history: Sequence[int], most: int, floor: float
+        self, text: Sequence[int], most: int, floor: float
     ) -> tuple[list[int], list[float]]:
         """Draft up to `most` tokens, and none after one whose chance is below `floor`."""
-        unread = self._cut(shared_tokens(self._held, history, 1), history)
+        unread = self._cut(shared_tokens(self._held, text, 1), text)
         token, probability = self._extend(unread)
         self._engine.state.mark()
         tokens, probabilities = [token], [probability]

@@ -171,14 +171,13 @@ def test_a_text_is_read_only_if_the_answer_could_have_paid_for_it() -> None:
 
     class Text:
         class answer:  # noqa: N801
-            history = [1] * 1000
             tokens: list[int]
 
     found = []
     chances = [0.9, 0.8, 0.7]  # 3.4 tokens for 1 + 3 * (0.6 + 0.1) passes: 0.09 gained per token
     for count in (10, 200, 400):
         Text.answer.tokens = [1] * count
-        found.append(drafts._pays(Text(), chances, 0.1))  # type: ignore[arg-type]
+        found.append(drafts._pays(Text(), [1] * 1000, chances, 0.1))  # type: ignore[arg-type]
     assert found == [False, False, True]  # 1,000 tokens, each a quarter of 0.1 s, are 25 s
 
 
