@@ -27,10 +27,12 @@ from moeinf.runtime.placement.draft_plan import draft_config
 class Drafter(Protocol):
     """A model or a layer that continues a text greedily.
 
-    cost: the bytes of a token, in those of the engine's model.
+    begin: the tokens of a text before those of the state, which are skipped. cost: the bytes of a
+    token, in those of the engine's model.
     """
 
     state: KvCache
+    begin: int
     cost: float
 
     @property
@@ -72,7 +74,7 @@ class DraftEngine:
         engine's model. torch_threads: for passes of many rows.
         """
         self._weights, self.store, self._vocab = weights, store, vocab
-        self.cost, self._torch_threads = cost, torch_threads
+        self.cost, self._torch_threads, self.begin = cost, torch_threads, 0
         state = weights.model.new_state(context)
         assert isinstance(state, KvCache)
         self.state = state
@@ -84,7 +86,7 @@ class DraftEngine:
     @property
     def place(self) -> int:
         """See Drafter."""
-        return self.state.length
+        return self.begin + self.state.length
 
     def text(self, history: Sequence[int]) -> Sequence[int]:
         """See Drafter."""

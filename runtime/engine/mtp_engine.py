@@ -88,7 +88,7 @@ class MtpEngine:
     ) -> None:
         """Take the parts, and watch the model's passes. cost: see DraftEngine."""
         self._modules, self._model, self.store = modules, model, store
-        self.cost, self._torch_threads = cost, threads
+        self.cost, self._torch_threads, self.begin = cost, threads, 0
         self._states, self._version = states, 0
         self.state = modules.new_state(len(states.rows))
         self._exact = 0  # the first rows of the state, which read the model's own hidden states
@@ -103,7 +103,7 @@ class MtpEngine:
     @property
     def place(self) -> int:
         """See Drafter."""
-        return self._states.start + 1 + self.state.length
+        return self._states.start + 1 + self.begin + self.state.length
 
     def text(self, history: Sequence[int]) -> Sequence[int]:
         """See Drafter. A row reads a token and the hidden state at the token before it."""
@@ -132,7 +132,7 @@ class MtpEngine:
     def _extended(self, ids: Sequence[int]) -> Tensor:
         """Append rows of these tokens; return their outputs [T, D]."""
         states, past, body = self._states, self.state.length, self._model.body
-        first = states.start + past
+        first = states.start + self.begin + past
         with torch.inference_mode():
             known = first + len(ids) <= states.end
             assert known or len(ids) == 1, "only one row at a time reads an output of the last"

@@ -6,8 +6,8 @@ The draft model's probability of a token tells how likely the other model takes 
 learns that from the tokens that follow. A token is drafted while its chance is worth the draft
 model's time and a row of the pass that checks it.
 
-The draft model reads a text only when tokens of the answer have shown that this pays: not before
-the gain that they would have had is as large as the time of reading.
+The draft model begins with the last tokens of a text. It reads the rest when its drafts have gained
+as much time in this answer as that takes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _CHANCES, _WEIGHT = (0.2, 0.4, 0.6, 0.78, 0.9, 0.97), 4.0  # the same of each cl
 _MEMORY = 0.98  # decay per outcome
 _FADE = 0.002  # per decoded token: the mean chance moves back to the first, to be tried again
 _NEW = 0.2  # part of a new time
-_AT_ONCE = 32  # tokens that are read without asking if it pays
+_AT_ONCE = 32  # last tokens of a text, which are read without a gain before
+_FEW = 8  # rows that take about the time of one
 _FASTER = 4  # a read token takes this part of a drafted one, before it is measured
 
 
@@ -83,11 +84,12 @@ class ModelDrafts:
         each = self._seconds or self._engine.cost * gate.single
         chances = [self._trust.mean ** (place + 1) for place in range(rows - 1)]
         most = gate.worth(one.drafts, chances, each)
-        if not most or not self._pays(one, text, chances[:most], each):
+        if not most:
             return [], 0.0
+        text = self._begin(one, text, each)
         floor = gate.row_cost(most + 1, each)
         try:
-            self._read(text[:-1], one.request.stopped)
+            self._read(one, text[:-1])
             start = time.perf_counter()
             tokens, probabilities = self._continue(text, most, floor)
         except Stopped:
@@ -96,7 +98,6 @@ class ModelDrafts:
             self._lost = True
             return [], 0.0
         spent = time.perf_counter() - start
-        self._seconds = _mean(self._seconds, spent / len(tokens))
         self._given = one.number, len(history), tokens, probabilities
         worth = gate.worth(one.drafts, self._chances(probabilities))
         if not worth:
@@ -123,35 +124,51 @@ class ModelDrafts:
             found.append(chance)
         return found
 
-    def _pays(
-        self, one: Running, text: Sequence[int], chances: Sequence[float], each: float
-    ) -> bool:
-        """Return True if reading the text is worth its time, by the tokens of the answer so far."""
-        gate = self._gate
-        unread = len(text) - shared_tokens(self._held, text, 1)
-        if unread <= _AT_ONCE:
-            return True
-        gained = (1 - 1 / gate.value(chances, each)) * gate.single  # seconds per token
-        reading = self._read_seconds or each / _FASTER
-        return len(one.answer.tokens) * gained >= unread * reading
+    def _begin(self, one: Running, text: Sequence[int], each: float) -> Sequence[int]:
+        """Return the tokens of the text that the state is to hold: the last ones, or all.
 
-    def _read(self, text: Sequence[int], stopped: Callable[[], bool]) -> None:
+        All are read once the gain of this request pays for it.
+        """
+        engine, gate, begin = self._engine, self._gate, self._engine.begin
+        known = shared_tokens(self._held, text[begin:], 1)
+        if not known:
+            begin = 0
+        unread = len(text) - begin - known
+        if begin or unread > _AT_ONCE:
+            more = unread if begin == 0 else len(text)
+            reading = more * (self._read_seconds or each / _FASTER)
+            if one.drafts.gained * gate.single > reading:
+                begin = 0
+            elif unread > _AT_ONCE:
+                begin = len(text) - _AT_ONCE
+        if begin != engine.begin:
+            engine.begin = begin
+            self._cut(0, [])
+        return text[begin:]
+
+    def _read(self, one: Running, text: Sequence[int]) -> None:
         """Bring the state to a text, if more is missing than a draft reads itself."""
         kept = shared_tokens(self._held, [*text, -1], 1)
         if len(text) - kept <= _AT_ONCE:
             return
         start = time.perf_counter()
         unread = self._cut(kept, text)
-        self._extend(unread, stopped)
-        self._read_seconds = _mean(self._read_seconds, (time.perf_counter() - start) / len(unread))
+        self._extend(unread, one.request.stopped)
+        spent = time.perf_counter() - start
+        self._read_seconds = _mean(self._read_seconds, spent / len(unread))
+        self._gate.lost(one.drafts, spent)
 
     def _continue(
         self, text: Sequence[int], most: int, floor: float
     ) -> tuple[list[int], list[float]]:
         """Draft up to `most` tokens, and none after one whose chance is below `floor`."""
         unread = self._cut(shared_tokens(self._held, text, 1), text)
+        counted = len(unread) <= _FEW  # else the first draft is no measure
+        start = time.perf_counter()
         token, probability = self._extend(unread)
         self._engine.state.mark()
+        if not counted:
+            start = time.perf_counter()
         tokens, probabilities = [token], [probability]
         while len(tokens) < most:
             if self._chances(probabilities)[-1] * self._trust.mean < floor:
@@ -159,6 +176,8 @@ class ModelDrafts:
             token, probability = self._extend(tokens[-1:])
             tokens.append(token)
             probabilities.append(probability)
+        if times := len(tokens) - (not counted):
+            self._seconds = _mean(self._seconds, (time.perf_counter() - start) / times)
         return tokens, probabilities
 
     def _cut(self, kept: int, text: Sequence[int]) -> Sequence[int]:
