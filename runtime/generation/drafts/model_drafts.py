@@ -129,7 +129,7 @@ class ModelDrafts:
 
         All are read once the gain of this request pays for it.
         """
-        engine, gate, begin = self._engine, self._gate, self._engine.begin
+        gate, begin = self._gate, self._engine.begin
         known = shared_tokens(self._held, text[begin:], 1)
         if not known:
             begin = 0
@@ -141,8 +141,8 @@ class ModelDrafts:
                 begin = 0
             elif unread > _AT_ONCE:
                 begin = len(text) - _AT_ONCE
-        if begin != engine.begin:
-            engine.begin = begin
+        if begin != self._engine.begin:
+            self._engine.begin = begin
             self._cut(0, [])
         return text[begin:]
 
