@@ -16,6 +16,12 @@ _NAMES = {  # the place of a layer's experts, and the names of their matrices
     "": ("mlp.experts", "gate_proj", "up_proj", "down_proj"),
     "mixtral": ("block_sparse_moe.experts", "w1", "w3", "w2"),
 }
+_OF_MODULE = {
+    "mtp.0.embedding_norm": "enorm",
+    "mtp.0.hidden_norm": "hnorm",
+    "mtp.0.joining": "eh_proj",
+    "mtp.0.norm": "shared_head.norm",
+}
 _COMMON: Config = {"hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False}
 SHAPES: Mapping[str, Config] = {
     "olmoe": {  # allenai/OLMoE-1B-7B-0924
@@ -30,6 +36,33 @@ SHAPES: Mapping[str, Config] = {
         "num_experts": 64,
         "num_experts_per_tok": 8,
         "norm_topk_prob": False,
+        "vocab_size": 50304,
+        "max_position_embeddings": 4096,
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-5,
+    },
+    "glm4-narrow": {  # a GLM-4.5 of OLMoE's widths, with its layer for multi-token prediction
+        **_COMMON,
+        "architectures": ["Glm4MoeForCausalLM"],
+        "model_type": "glm4_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "moe_intermediate_size": 1024,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "head_dim": 128,
+        "partial_rotary_factor": 0.5,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        "use_qk_norm": False,
+        "num_nextn_predict_layers": 1,
         "vocab_size": 50304,
         "max_position_embeddings": 4096,
         "rope_theta": 10000.0,
@@ -162,3 +195,22 @@ def tensors_of(config: Config) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield f"{prefix}.{expert}.{gate}.weight", sides
             yield f"{prefix}.{expert}.{up}.weight", sides
             yield f"{prefix}.{expert}.{down}.weight", sides[::-1]
+    if config.get("num_nextn_predict_layers"):
+        yield from _module(config, parsed)
+
+
+def _module(config: Config, parsed: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the tensors of a layer for multi-token prediction behind the last layer."""
+    modules = family_of(config).mtp(parsed)
+    assert modules is not None
+    own, wanted = modules.parse(config), WantedParts()
+    moe, behind = modules.build(own, wanted).moe, f"model.layers.{config['num_hidden_layers']}"
+    sides = (moe.intermediate, moe.hidden)
+    for name, shape in wanted.shapes.items():
+        for ours, theirs in _OF_MODULE.items():
+            name = name.replace(ours, f"{behind}.{theirs}")
+        yield name.replace("model.layers.0.", f"{behind}."), shape
+    for expert in range(moe.experts):
+        for matrix in ("gate_proj", "up_proj"):
+            yield f"{behind}.mlp.experts.{expert}.{matrix}.weight", sides
+        yield f"{behind}.mlp.experts.{expert}.down_proj.weight", sides[::-1]

@@ -294,6 +294,10 @@ NoSpeculation = Annotated[
 ]
 
 
+NoMtp = Annotated[
+    bool,
+    typer.Option("--no-mtp", help="Do not draft with the layers for multi-token prediction."),
+]
 DraftModel = Annotated[
     str | None,
     typer.Option(
@@ -325,6 +329,7 @@ def engine_config(
     speculation: bool = True,
     kv: Kv | None = None,
     draft: str | None = None,
+    mtp: bool = True,
 ) -> EngineConfig:
     """Return the configuration: options override the environment, which overrides defaults."""
     return EngineConfig(
@@ -346,4 +351,5 @@ def engine_config(
         prefix=settings.prefix if prefix_cache else None,
         speculation=speculation,
         draft=draft,
+        mtp=mtp,
     )

@@ -106,7 +106,8 @@ def mtp(config: DeepseekV3Config) -> Family | None:
 def build_mtp(config: DeepseekV3Config, parts: Parts) -> MtpModules:
     """Build the modules of multi-token prediction, from the config that `mtp` makes."""
     blocks = [_block(config, parts, layer) for layer in range(config.body.layers)]
-    return MtpModules(config.body, config.moe, config.attention.planes, blocks, parts)
+    shape = config.attention
+    return MtpModules(config.body, config.moe, shape.planes, shape.rope, blocks, parts)
 
 
 FAMILY = Family("deepseek_v3", parse, build, sigmoid_expert, sigmoid_ignores, mtp=mtp)

@@ -252,7 +252,9 @@ def mtp(model_type: str, config: Qwen35MoeConfig) -> Family | None:
 def build_mtp(config: Qwen35MoeConfig, parts: Parts) -> MtpModules:
     """Build the module of multi-token prediction, from the config that `mtp` makes."""
     blocks = [_block(config, parts, 0)]
-    return MtpModules(config.body, config.moe, config.attention.planes, blocks, parts)
+    shape, body = config.attention, config.body
+    turning = body.rope.turning(shape.head_dim)
+    return MtpModules(body, config.moe, shape.planes, turning, blocks, parts)
 
 
 FAMILY = Family(

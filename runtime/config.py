@@ -293,6 +293,7 @@ class EngineConfig:
     speculation  check tokens that the text itself suggests, several in a pass (runtime/generation/
                lookup.py); the answer is the same without
     draft      another model with the same vocabulary, which suggests tokens, too
+    mtp        let the model's layers for multi-token prediction suggest them, without `draft`
     """
 
     memory: MemorySize | None = None
@@ -317,6 +318,7 @@ class EngineConfig:
     prefix: PrefixBudget | None = None
     speculation: bool = True
     draft: str | None = None
+    mtp: bool = True
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < PREFILL_CHUNK:

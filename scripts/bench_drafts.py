@@ -8,7 +8,8 @@ prompt is the beginning of a document, its answer what follows. Both are cut int
 vocabulary that is trained on the repository. Rounds alternate with and without drafts.
 
 --draft SHARE adds a draft model: two narrow layers of the same kind, whose passes are computed. Its
-random weights predict nothing, so the right token replaces its own with that probability.
+random weights predict nothing, so the right token replaces its own with that probability. --mtp
+SHARE does the same with a layer for multi-token prediction, of a model of GLM-4.5's kind.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +32,7 @@ from benchmarks.shapes import SHAPES
 from moeinf.runtime.config import EngineConfig
 from moeinf.runtime.engine.draft_engine import DraftEngine
 from moeinf.runtime.engine.engine import Engine
+from moeinf.runtime.engine.mtp_engine import MtpEngine
 from moeinf.runtime.generation.events import Request
 from moeinf.runtime.generation.generate import Generation
 from moeinf.runtime.generation.scheduler import Scheduler
@@ -53,19 +56,17 @@ class Forced(Sampler):
         return Forced.answer[len(history) - Forced.prompt_tokens]
 
 
-def guessing(share: float) -> None:
-    """Make every draft model choose the right token with this probability."""
-    compute, draw = DraftEngine.extend, random.Random(1)
+def guessing(share: float, kind: Any) -> None:
+    """Make every drafter of a kind choose the right token with this probability."""
+    compute, draw = kind.extend, random.Random(1)
 
-    def extend(
-        self: DraftEngine, ids: Sequence[int], stopped: Callable[[], bool]
-    ) -> tuple[int, float]:
+    def extend(self: Any, ids: Sequence[int], stopped: Callable[[], bool]) -> tuple[int, float]:
         compute(self, ids, stopped)
-        at = self.state.length - Forced.prompt_tokens
+        at = self.place - Forced.prompt_tokens
         right = at < len(Forced.answer) and draw.random() < share
         return (Forced.answer[at] if right else 0), share
 
-    DraftEngine.extend = extend  # type: ignore[method-assign]
+    kind.extend = extend
 
 
 def git(*words: str) -> str:
@@ -123,16 +124,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--kinds", nargs="*", default=["edit", "text"])
     parser.add_argument("--draft", type=float, metavar="SHARE")
+    parser.add_argument("--mtp", type=float, metavar="SHARE")
     given = parser.parse_args()
-    name = f"olmoe-{given.layers}"
-    shape = {**SHAPES["olmoe"], "num_hidden_layers": given.layers}
+    kind = "olmoe" if given.mtp is None else "glm4-narrow"
+    name = f"{kind}-{given.layers}"
+    shape = {**SHAPES[kind], "num_hidden_layers": given.layers}
     race, pieces = RaceModel(given.cache.absolute(), name, shape), vocabulary()
     manifest = race.ours("q4")
     draft = None
     if given.draft is not None:
         small = RaceModel(race.cache, "olmoe-narrow", {**SHAPES["olmoe"], **_NARROW})
         draft = str(small.ours("q4").model)
-        guessing(given.draft)
+        guessing(given.draft, DraftEngine)
+    if given.mtp is not None:
+        guessing(given.mtp, MtpEngine)
     memory = parse_memory(given.memory)
     config = EngineConfig(memory=memory, context=1500, trace=False, draft=draft)
     Sampler.choose = Forced.choose  # type: ignore[method-assign]

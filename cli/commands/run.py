@@ -31,6 +31,7 @@ from moeinf.cli.options import (
     KvForm,
     Memory,
     Model,
+    NoMtp,
     NoPrefixCache,
     NoSpeculation,
     NoTrace,
@@ -112,6 +113,7 @@ def run(
     no_prefix_cache: NoPrefixCache = False,
     no_speculation: NoSpeculation = False,
     draft: DraftModel = None,
+    no_mtp: NoMtp = False,
     no_trace: NoTrace = False,
     server: Annotated[
         bool | None,
@@ -160,6 +162,7 @@ def run(
         speculation=not no_speculation,
         kv=kv,
         draft=draft,
+        mtp=not no_mtp,
     )
     if dry_run:
         print_plan(model, config, settings, out)
@@ -191,7 +194,7 @@ def run(
         "--no-prefix-cache": no_prefix_cache or None,
         "--no-speculation": no_speculation or None,
         "--skip-below": skip_below or None, "--route": route or None,
-        "--experts": experts, "--kv": kv, "--draft": draft,
+        "--experts": experts, "--kv": kv, "--draft": draft, "--no-mtp": no_mtp or None,
         "--no-server": True if server is False else None,
     }  # fmt: skip
     asked = [name for name, value in own.items() if value is not None]

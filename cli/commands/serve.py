@@ -17,6 +17,7 @@ from moeinf.cli.options import (
     Experts,
     KvForm,
     Memory,
+    NoMtp,
     NoPrefixCache,
     NoSpeculation,
     OnMiss,
@@ -76,6 +77,7 @@ def serve(
     no_prefix_cache: NoPrefixCache = False,
     no_speculation: NoSpeculation = False,
     draft: DraftModel = None,
+    no_mtp: NoMtp = False,
     port: Annotated[
         int | None,
         typer.Option(min=0, max=65535, help="0: any free port.", show_default=False),
@@ -127,6 +129,7 @@ def serve(
         speculation=not no_speculation,
         kv=kv,
         draft=draft,
+        mtp=not no_mtp,
     )
 
     from moeinf.server.serve import run_server  # imports FastAPI and uvicorn

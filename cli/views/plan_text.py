@@ -120,7 +120,7 @@ def _memory(found: Outlook, sizes: str) -> list[tuple[str, str]]:
 
 def _draft(placement: Placement) -> list[tuple[str, str]]:
     size = placement.draft_bytes
-    return [("draft model", format_bytes(size))] if size else []
+    return [("drafts", format_bytes(size))] if size else []
 
 
 def _pulled(found: Outlook) -> str:

@@ -149,6 +149,7 @@ class Block:
         return x + change if self.residual == 1.0 else x + change * self.residual
 
 
+Watcher = Callable[[Sequence[tuple[Sequence[int], State]], Tensor], None]  # before the last norm
 Layer = Block | ParallelBlock | SandwichBlock | HyperBlock | MixerBlock | FfnBlock
 
 
@@ -176,6 +177,13 @@ class DecodeStep:
         """Map ids and positions [T] int64 to unscaled logits [T, vocab], on the weights' device."""
         return self.head(self.norm(self.states(ids, positions, spans, experts)))
 
+    def embedded(self, ids: Tensor) -> Tensor:
+        """Map ids [T] to the first layer's inputs: [T, D], or [T, streams, D]."""
+        rows = self.embedding.rows(ids)
+        if self.embedding_scale != 1.0:
+            rows = rows * self.embedding_scale
+        return rows[:, None].repeat(1, self.streams, 1) if self.streams else rows
+
     def states(
         self,
         ids: Tensor,
@@ -192,11 +200,7 @@ class DecodeStep:
         others = tuple(rope(positions, contexts) for rope in self.others)
         angles = self.rope(positions, contexts)
         rows = PassRows(spans, positions, *angles, others, token_ids=ids)
-        x = self.embedding.rows(ids)
-        if self.embedding_scale != 1.0:
-            x = x * self.embedding_scale
-        if self.streams:
-            x = x[:, None].repeat(1, self.streams, 1)
+        x = self.embedded(ids)
         if piece is None:
             for block in self.blocks:
                 x = block(x, rows, experts)
@@ -244,18 +248,19 @@ class Decoder:
         )  # fmt: skip
         table = "model.embed_tokens" if config.tied_embeddings else "lm_head"
         self._logits_scale, self._logits_cap = config.logits_scale, config.logits_cap
-        self._body = DecodeStep(
+        self.body = DecodeStep(
             embedding,
             config.embedding_scale,
             Rope(config.rope, rope_dim, embedding.device),
-            tuple(parts.tuned(block) for block in _sparse_tuned(blocks, parts)),
+            tuned_blocks(blocks, parts),
             _after(head, parts.tuned(_final_norm(config, parts))),
             parts.linear(table, config.vocab, config.hidden, config.head_bias),
             self._cache,
             tuple(Rope(rope, dim, embedding.device) for rope, dim in more_ropes),
             streams,
         )
-        self._decode = parts.tuned(self._body)
+        self._decode = parts.tuned(self.body)
+        self.watcher: Watcher | None = None  # sees the states [T, D] of every pass; not on a GPU
         self.kv_bytes_per_token = self._cache.bytes_per_token
         self.state_bytes = self._cache.fixed_bytes
 
@@ -299,14 +304,17 @@ class Decoder:
         cuts = () if piece is None else [at for at, _ in divided(spans, piece)]
         kept = len(spans)
         with torch.inference_mode(), one_pass(experts, torch.tensor(owner), phase, cuts) as ending:
-            if decoding and logits != "states" and count <= _HEAD_ROWS:
+            whole = decoding and logits != "states" and count <= _HEAD_ROWS
+            if whole and self.watcher is None:
                 out.copy_(self._decode(ids, positions, spans, experts))
             else:
-                x = self._body.states(ids, positions, spans, experts, piece)  # [T, D]
+                x = self.body.states(ids, positions, spans, experts, piece)  # [T, D]
+                if self.watcher is not None:
+                    self.watcher(batch, x)
                 if logits == "last":
                     x = x[torch.tensor([span.rows.stop - 1 for span in spans], device=device)]
                 step = _HEAD_ROWS if piece is None or logits != "last" else 1
-                self._fill(out, x, self._body.norm if logits == "states" else self._logits, step)
+                self._fill(out, x, self.body.norm if logits == "states" else self._logits, step)
             if self._logits_scale != 1.0 and logits != "states":
                 out /= self._logits_scale
             if self._logits_cap is not None and logits != "states":
@@ -322,7 +330,7 @@ class Decoder:
 
     def _logits(self, x: Tensor) -> Tensor:
         """Map x [n, D] to logits [n, vocab]."""
-        return self._body.head(self._body.norm(x))
+        return self.body.head(self.body.norm(x))
 
     def _fill(self, out: Tensor, x: Tensor, made: Callable[[Tensor], Tensor], step: int) -> None:
         """Set out [n, …] = made(x [n, D]), `step` rows at a time."""
@@ -380,13 +388,14 @@ def _looking_ahead(blocks: Sequence[Layer]) -> tuple[Layer, ...]:
     return tuple(reversed(linked))
 
 
-def _sparse_tuned(blocks: Sequence[Layer], parts: Parts) -> tuple[Layer, ...]:
-    """Let the loader tune the parts of blocks, then MoE layers; hints keep their routers."""
+def tuned_blocks(blocks: Sequence[Layer], parts: Parts) -> tuple[Layer, ...]:
+    """Let the loader tune the parts of blocks, then MoE layers, then blocks; hints keep routers."""
     linked = _looking_ahead([_tuned(block, parts) for block in blocks])
-    return tuple(
+    tuned = [
         block if (sparse := _sparse(block)) is None else _with(block, parts.tuned(sparse))
         for block in linked
-    )
+    ]
+    return tuple(parts.tuned(block) for block in tuned)
 
 
 def ignores_buffers(name: str, config: HasBody) -> bool:

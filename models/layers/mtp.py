@@ -5,8 +5,10 @@ token and the embedding of the next token, and predicts the token after that:
 
     u_i = joining([norm(embedding of t_{i+1}), norm(h_i)]);  its block reads u_0 … u_i at 0 … i
 
-Embedding and output head are the model's own. A checkpoint's modules are kept as a small model of
-their own, with experts and files like any other (runtime/library/mtp.py).
+h_i is normed as for the head, and so is the block's output, which takes the place of h_{i+1} where
+the model has not computed that yet. Embedding and output head are the model's own. A checkpoint's
+modules are kept as a small model of their own, with experts and files like any other. Only the
+first module drafts.
 """
 
 from __future__ import annotations
@@ -16,15 +18,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from moeinf.models.base import ExpertPart, Experts, Family, FusedPart, Linear, MoeShape, Parts
-from moeinf.models.layers.decoder import BodyConfig
-from moeinf.models.layers.kv_cache import CacheLayout, PassRows
+from moeinf.models.layers.decoder import Block, BodyConfig, Layer, tuned_blocks
+from moeinf.models.layers.kv_cache import CacheLayout, KvCache, PassRows, Span
+from moeinf.models.layers.moe import one_pass
 from moeinf.models.layers.norms import RmsNorm, WideRmsNorm, centred_norm
+from moeinf.models.layers.rope import Rope
 
 Norm = RmsNorm | WideRmsNorm
-MtpBlock = Callable[[Tensor, PassRows, Experts], Tensor]
+_SINGLE_ROWS = 16  # in a pass of more, attention computes many rows at once
 _BEHIND = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,8})\.(.*)")
 _OWN = {  # names in a layer behind the last one -> ours
     "enorm.": "embedding_norm.",
@@ -49,7 +54,7 @@ class MtpModule:
     embedding_norm: Norm
     hidden_norm: Norm
     joining: Linear
-    block: MtpBlock
+    block: Layer
     norm: Norm
 
 
@@ -64,23 +69,54 @@ class MtpModules:
         body: BodyConfig,
         moe: MoeShape,
         planes: tuple[tuple[int, int], ...],
-        blocks: Sequence[MtpBlock],
+        rope_dim: int,
+        blocks: Sequence[Block],
         parts: Parts,
     ) -> None:
         """Build the modules around their blocks, one each. planes: see kv_cache.py."""
         self.moe, self.max_context = moe, body.max_context
-        self.modules = [_module(body, block, parts, n) for n, block in enumerate(blocks)]
+        self.modules = [
+            _module(body, block, parts, n) for n, block in enumerate(tuned_blocks(blocks, parts))
+        ]
         weight = parts.tensor("mtp.0.norm.weight", body.hidden)
-        cache = CacheLayout(len(blocks), planes, weight.dtype, weight.device, None, parts.kv)
-        self.kv_bytes_per_token = cache.bytes_per_token
+        self._cache = CacheLayout(len(blocks), planes, weight.dtype, weight.device, None, parts.kv)
+        self._rope = Rope(body.rope, rope_dim, weight.device)
+        self.kv_bytes_per_token = self._cache.bytes_per_token
+
+    def new_state(self, capacity: int) -> KvCache:
+        """Return an empty state of the first module, for u_0 … u_{capacity - 1}."""
+        return KvCache(self._cache, capacity)
+
+    def extend(self, embedded: Tensor, hidden: Tensor, state: KvCache, experts: Experts) -> Tensor:
+        """Append rows to a state of the first module; return its normed output [T, D].
+
+        embedded [T, D]: of the tokens t_{i+1}. hidden [T, D]: h_i, normed. A pass that fails leaves
+        the state as it was.
+        """
+        count, past, module = len(embedded), state.length, self.modules[0]
+        spans: tuple[Span, ...] = (Span(state, slice(0, count), past),)
+        if count <= _SINGLE_ROWS:
+            spans = spans[0].one_by_one()
+        positions = torch.arange(past, past + count, device=embedded.device)
+        owner = torch.zeros(count, dtype=torch.int64)
+        with (
+            torch.inference_mode(),
+            one_pass(experts, owner, "prefill" if count > _SINGLE_ROWS else "decode"),
+        ):
+            angles = self._rope(positions, [state.capacity] * count)
+            joined = (module.embedding_norm(embedded), module.hidden_norm(hidden))
+            x = module.joining(torch.cat(joined, -1))
+            x = module.norm(module.block(x, PassRows(spans, positions, *angles), experts))
+        state.advance(count)
+        return x
 
 
-def _module(body: BodyConfig, block: MtpBlock, parts: Parts, number: int) -> MtpModule:
+def _module(body: BodyConfig, block: Layer, parts: Parts, number: int) -> MtpModule:
     def norm(name: str) -> Norm:
         prefix = f"mtp.{number}.{name}"
         if body.centred_norm:
-            return centred_norm(parts, prefix, body.hidden, body.norm_eps)
-        return RmsNorm(parts.tensor(f"{prefix}.weight", body.hidden), body.norm_eps)
+            return parts.tuned(centred_norm(parts, prefix, body.hidden, body.norm_eps))
+        return parts.tuned(RmsNorm(parts.tensor(f"{prefix}.weight", body.hidden), body.norm_eps))
 
     return MtpModule(
         norm("embedding_norm"),

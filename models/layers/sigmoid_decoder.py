@@ -66,7 +66,8 @@ def mtp(model_type: str, config: SigmoidGqaConfig) -> Family | None:
 def build_mtp(config: SigmoidGqaConfig, parts: Parts) -> MtpModules:
     """Build the modules of multi-token prediction, from the config that `mtp` makes."""
     blocks = [_block(config, parts, layer) for layer in range(config.body.layers)]
-    return MtpModules(config.body, config.moe, config.attention[0].planes, blocks, parts)
+    planes = config.attention[0].planes
+    return MtpModules(config.body, config.moe, planes, config.turning, blocks, parts)
 
 
 def _block(config: SigmoidGqaConfig, parts: Parts, layer: int) -> Block:

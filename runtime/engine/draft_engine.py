@@ -1,6 +1,6 @@
-"""The model that drafts for an engine: weights, experts and memory of its own, in the same process.
+"""Draft for an engine with a smaller model, which has weights, experts and memory of its own.
 
-Its rows need not be exact: the engine's own model checks every token.
+It is in the same process. Its rows need not be exact: the engine's own model checks every token.
 """
 
 from __future__ import annotations
@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from moeinf.models.base import Model
 from moeinf.models.layers.kv_cache import KvCache
 from moeinf.offload.store.compute import MOST_ROWS
 from moeinf.offload.store.expert_store import ExpertStore
@@ -22,8 +24,40 @@ from moeinf.runtime.library.draft_model import token_bytes
 from moeinf.runtime.placement.draft_plan import draft_config
 
 
+class Drafter(Protocol):
+    """A model or a layer that continues a text greedily.
+
+    begin: the tokens of a text before those of the state, which are skipped. cost: the bytes of a
+    token, in those of the engine's model.
+    """
+
+    state: KvCache
+    begin: int
+    cost: float
+
+    @property
+    def place(self) -> int:
+        """The place in the text of the token that is drafted next."""
+        ...
+
+    def text(self, history: Sequence[int]) -> Sequence[int]:
+        """Return the last tokens of a text, those that a state is to hold before a draft.
+
+        Empty: it cannot draft now. Tokens may be dropped from the state.
+        """
+        ...
+
+    def extend(self, ids: Sequence[int], stopped: Callable[[], bool]) -> tuple[int, float]:
+        """Append ids to the state; return the most probable next token and its probability.
+
+        Raises what a pass raises, and Stopped once `stopped` returns True. The state then holds
+        whole chunks.
+        """
+        ...
+
+
 class DraftEngine:
-    """A loaded draft model with the state of one text. Not thread-safe: the engine's thread."""
+    """A `Drafter`: a loaded model with the state of one text. Not thread-safe."""
 
     def __init__(
         self,
@@ -40,7 +74,7 @@ class DraftEngine:
         engine's model. torch_threads: for passes of many rows.
         """
         self._weights, self.store, self._vocab = weights, store, vocab
-        self.cost, self._torch_threads = cost, torch_threads
+        self.cost, self._torch_threads, self.begin = cost, torch_threads, 0
         state = weights.model.new_state(context)
         assert isinstance(state, KvCache)
         self.state = state
@@ -49,15 +83,18 @@ class DraftEngine:
         """Release the memory of the state."""
         del self.state
 
-    def extend(self, ids: Sequence[int], stopped: Callable[[], bool]) -> tuple[int, float]:
-        """Append ids to the state; return the most probable next token and its probability.
+    @property
+    def place(self) -> int:
+        """See Drafter."""
+        return self.begin + self.state.length
 
-        Raises what a pass raises, and Stopped once `stopped` returns True. The state then holds
-        whole chunks.
-        """
-        wanted = 1 if len(ids) <= MOST_ROWS else self._torch_threads
-        if torch.get_num_threads() != wanted:
-            torch.set_num_threads(wanted)
+    def text(self, history: Sequence[int]) -> Sequence[int]:
+        """See Drafter."""
+        return history
+
+    def extend(self, ids: Sequence[int], stopped: Callable[[], bool]) -> tuple[int, float]:
+        """See Drafter."""
+        set_torch_threads(len(ids), self._torch_threads)
         self.store.stopped = stopped
         try:
             for start in range(0, len(ids), PREFILL_CHUNK):
@@ -68,18 +105,26 @@ class DraftEngine:
             raise
         finally:
             self.store.stopped = lambda: False
-        return _best(logits[0, : self._vocab])
+        return most_probable(logits[0, : self._vocab])
 
 
-def _best(logits: Tensor) -> tuple[int, float]:
+def set_torch_threads(rows: int, most: int) -> None:
+    """Give torch `most` threads for many rows, and one where the native kernels compute."""
+    wanted = 1 if rows <= MOST_ROWS else most
+    if torch.get_num_threads() != wanted:
+        torch.set_num_threads(wanted)
+
+
+def most_probable(logits: Tensor) -> tuple[int, float]:
+    """Return the token of the largest of logits [vocab], and its probability."""
     most, token = logits.max(0)
     return int(token), float((most - logits.logsumexp(0)).exp())
 
 
-def open_draft(plan: Plan, vocab: int, opened: ExitStack) -> DraftEngine | None:
-    """Load the draft model of a plan; None without one. Raises DamagedModel.
+def open_draft(plan: Plan, model: Model, opened: ExitStack) -> DraftEngine | None:
+    """Load the draft model of a plan for the engine's model; None without one.
 
-    vocab: the tokens of the engine's own model.
+    Raises DamagedModel.
     """
     draft = plan.draft
     if draft is None:
@@ -98,7 +143,7 @@ def open_draft(plan: Plan, vocab: int, opened: ExitStack) -> DraftEngine | None:
     tiers = open_tiers(own, opened)
     weights = load_weights(own, tiers, opened)
     warm_up(tiers)
-    vocab = min(vocab, weights.model.vocab_size)
+    vocab = min(model.vocab_size, weights.model.vocab_size)
     cost = token_bytes(manifest) / token_bytes(plan.manifest)
     engine = DraftEngine(weights, tiers.store, placement.context, vocab, cost, placement.threads)
     opened.callback(engine.close)

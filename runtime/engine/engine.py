@@ -21,11 +21,12 @@ from moeinf.offload.gpu_tier.layer_runner import OutOfMemory
 from moeinf.offload.routing.trace import Recording
 from moeinf.runtime.config import PREFILL_CHUNK, EngineConfig, Settings
 from moeinf.runtime.engine.compute_threads import ComputeThreads
-from moeinf.runtime.engine.draft_engine import DraftEngine, open_draft
+from moeinf.runtime.engine.draft_engine import Drafter, open_draft
 from moeinf.runtime.engine.info import EngineInfo
 from moeinf.runtime.engine.loader import LoadedModel
 from moeinf.runtime.engine.memory_watch import MemoryWatch
 from moeinf.runtime.engine.moving_memory import MovingMemory
+from moeinf.runtime.engine.mtp_engine import open_mtp
 from moeinf.runtime.engine.notes import Notes
 from moeinf.runtime.engine.opening import (
     Text,
@@ -59,7 +60,7 @@ class Engine:
     info       the facts that faces show
     tokenizer, template, grammars    turn texts into tokens and back; no template: a base model
     store      the expert store
-    draft      the model that drafts tokens; None: only the text itself suggests them
+    draft      the model or the layers that draft tokens; None: only the text suggests them
     prefixes   the KV of ended requests; None: it is not kept
     gpu        the GPU in use; None: the CPU computes everything
     tracing    the numbers of requests and what they route
@@ -73,7 +74,7 @@ class Engine:
         text: Text,
         tiers: Tiers,
         weights: LoadedModel,
-        draft: DraftEngine | None,
+        draft: Drafter | None,
         prefixes: PrefixCache | None,
         tracing: RequestTracing,
         notes: Notes,
@@ -132,7 +133,7 @@ class Engine:
             tiers = open_tiers(plan, opened)
             weights = load_weights(plan, tiers, opened)
             warmed = warm_up(tiers)
-            draft = open_draft(plan, weights.model.vocab_size, opened)
+            draft = open_draft(plan, weights.model, opened) or open_mtp(plan, weights.model, opened)
             prefixes = open_prefixes(plan, weights, opened)
             info = facts(plan, text, tiers, weights.model, warmed, time.perf_counter() - start)
             if plan.traced:

@@ -48,7 +48,7 @@ from moeinf.runtime.machine.memory import (
     total_bytes,
 )
 from moeinf.runtime.placement.bandwidth import drive_of
-from moeinf.runtime.placement.draft_plan import place_both
+from moeinf.runtime.placement.draft_plan import may_draft, place_both
 from moeinf.runtime.placement.plan import Placement
 from moeinf.runtime.prefix.cache import PrefixCache
 from moeinf.runtime.prefix.opening import open_prefix_cache
@@ -75,6 +75,7 @@ class Plan:
     peak_bytes: int  # of the whole process
     low: tuple[Path, Manifest] | None = None  # the model with copies of the experts in fewer bits
     draft: tuple[Manifest, Path, Placement] | None = None  # the model that drafts
+    modules: Placement | None = None  # of the model's own layers that draft
 
     @property
     def traced(self) -> bool:
@@ -133,9 +134,9 @@ def plan_engine(
         notes.append(fallback)
     peak = before_bytes + placement.peak_bytes
     plan = Plan(manifest, folder, config, settings, placement, registration, notes, peak, low)
-    if draft is None or beside is None:
-        return plan
-    return replace(plan, draft=(*draft, beside))
+    if draft is None:
+        return replace(plan, modules=beside)
+    return plan if beside is None else replace(plan, draft=(*draft, beside))
 
 
 @dataclass(frozen=True)
@@ -267,21 +268,7 @@ def facts(
         load_seconds=load_seconds,
         peak_bytes=plan.peak_bytes,
         reproducible=config.reproducible,
-        drafts=_may_draft(config, manifest, tiers),
-    )
-
-
-def _may_draft(config: EngineConfig, manifest: Manifest, tiers: Tiers) -> bool:
-    """Return True if a row of several of one request equals the row computed alone.
-
-    Not with torch's float32 products, on a GPU, or if residency chooses the result.
-    """
-    return (
-        config.speculation
-        and manifest.dtype != "F32"
-        and tiers.gpu is None
-        and not config.lossy
-        and not manifest.encoder_layers
+        drafts=tiers.gpu is None and may_draft(manifest, config),
     )
 
 

@@ -15,7 +15,7 @@ from tests.models.conftest import Pair
 
 
 def sparse(loaded: Loaded) -> list[SparseFfn]:
-    blocks = loaded.model._body.blocks  # type: ignore[attr-defined]
+    blocks = loaded.model.body.blocks  # type: ignore[attr-defined]
     found = [getattr(block, "ffn", None) for block in blocks]
     return [ffn for ffn in found if isinstance(ffn, SparseFfn)]
 

@@ -13,6 +13,7 @@ from moeinf.cli.options import (
     Json,
     KvForm,
     Memory,
+    NoMtp,
     NoPrefixCache,
     OnMiss,
     PlannedModel,
@@ -51,6 +52,7 @@ def plan(
     threads: Threads = None,
     no_prefix_cache: NoPrefixCache = False,
     draft: DraftModel = None,
+    no_mtp: NoMtp = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -75,6 +77,7 @@ def plan(
         prefix_cache=not no_prefix_cache,
         kv=kv,
         draft=draft,
+        mtp=not no_mtp,
     )
     print_plan(model, config, settings, out)
 

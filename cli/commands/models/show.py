@@ -56,6 +56,7 @@ def show(model: Model, json: Json = False, quiet: Quiet = False) -> None:
             ("least --memory", f"{slots.min_bytes} ({format_bytes(slots.min_bytes)})"),
             ("size on disk", format_bytes(m.size_bytes) + _of_modules(m)),
             ("source", m.source + (f" @ {m.revision}" if m.source.startswith("hub:") else "")),
+            *([("drafts with", _drafting(m))] if m.mtp else []),
             *([("tokenizer", m.base.replace("@", " @ "))] if m.base else []),
             ("pulled", m.created_at),
             ("folder", str(folder)),
@@ -66,6 +67,12 @@ def show(model: Model, json: Json = False, quiet: Quiet = False) -> None:
 def _of_modules(manifest: Manifest) -> str:
     own = manifest.modules
     return "" if own is None else f", {format_bytes(own.size_bytes)} for multi-token prediction"
+
+
+def _drafting(manifest: Manifest) -> str:
+    if manifest.dtype == "F32":
+        return f"nothing: the tag {manifest.tag} decodes one token per pass"
+    return "its layers for multi-token prediction; `--no-mtp` turns them off"
 
 
 def _kv(manifest: Manifest) -> str:

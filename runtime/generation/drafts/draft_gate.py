@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 ROWS = (2, 3, 4, 6, 8, 12, 16)  # of a pass with drafts
-_FIRST = 0.6  # cost of a further row before the first is measured
+_FIRST = 0.4  # cost of a further row before the first is measured
 _MARGIN = 1.05
 _MEMORY = 0.9  # of the time of one row, and of the share of waits
 _NEW = 0.3  # part of a new cost

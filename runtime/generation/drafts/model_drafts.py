@@ -1,4 +1,4 @@
-"""Draft the continuation of a text with a smaller model, greedily.
+"""Draft the continuation of a text with a smaller model or the model's own MTP layers, greedily.
 
     the text so far ──▶ draft model ──▶ c (0.93) ──▶ d (0.71) ──▶ e (0.32): not worth a row
 
@@ -6,8 +6,8 @@ The draft model's probability of a token tells how likely the other model takes 
 learns that from the tokens that follow. A token is drafted while its chance is worth the draft
 model's time and a row of the pass that checks it.
 
-The draft model reads a text only when tokens of the answer have shown that this pays: not before
-the gain that they would have had is as large as the time of reading.
+The draft model begins with the last tokens of a text. It reads the rest when its drafts have gained
+as much time in this answer as that takes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 from moeinf.offload.store.expert_store import Stopped
 from moeinf.offload.store.transfer import ExpertReadError
-from moeinf.runtime.engine.draft_engine import DraftEngine
+from moeinf.runtime.engine.draft_engine import Drafter
 from moeinf.runtime.generation.drafts.draft_gate import DraftGate
 from moeinf.runtime.generation.in_flight import Running, shared_tokens
 
@@ -28,7 +28,8 @@ _CHANCES, _WEIGHT = (0.2, 0.4, 0.6, 0.78, 0.9, 0.97), 4.0  # the same of each cl
 _MEMORY = 0.98  # decay per outcome
 _FADE = 0.002  # per decoded token: the mean chance moves back to the first, to be tried again
 _NEW = 0.2  # part of a new time
-_AT_ONCE = 32  # tokens that are read without asking if it pays
+_AT_ONCE = 32  # last tokens of a text, which are read without a gain before
+_FEW = 8  # rows that take about the time of one
 _FASTER = 4  # a read token takes this part of a drafted one, before it is measured
 
 
@@ -60,7 +61,7 @@ class Trust:
 class ModelDrafts:
     """The drafts of one engine's draft model, for one text at a time."""
 
-    def __init__(self, engine: DraftEngine, gate: DraftGate) -> None:
+    def __init__(self, engine: Drafter, gate: DraftGate) -> None:
         self._engine, self._gate = engine, gate
         self._held: list[int] = []  # the tokens of the engine's state
         self._seconds = self._read_seconds = 0.0  # of a drafted and of a read token; 0: unknown
@@ -75,24 +76,28 @@ class ModelDrafts:
         if self._lost:
             return [], 0.0
         self._trust.fade()
-        rows = min(rows, self._engine.state.capacity - len(history))
+        text = self._engine.text(history)
+        if not text:
+            return [], 0.0
+        del self._held[self._engine.state.length :]
+        rows = min(rows, self._engine.state.capacity - len(text))
         each = self._seconds or self._engine.cost * gate.single
         chances = [self._trust.mean ** (place + 1) for place in range(rows - 1)]
         most = gate.worth(one.drafts, chances, each)
-        if not most or not self._pays(one, chances[:most], each):
+        if not most:
             return [], 0.0
+        text = self._begin(one, text, each)
         floor = gate.row_cost(most + 1, each)
         try:
-            self._read(history[:-1], one.request.stopped)
+            self._read(one, text[:-1])
             start = time.perf_counter()
-            tokens, probabilities = self._continue(history, most, floor)
+            tokens, probabilities = self._continue(text, most, floor)
         except Stopped:
             return [], 0.0
         except ExpertReadError:
             self._lost = True
             return [], 0.0
         spent = time.perf_counter() - start
-        self._seconds = _mean(self._seconds, spent / len(tokens))
         self._given = one.number, len(history), tokens, probabilities
         worth = gate.worth(one.drafts, self._chances(probabilities))
         if not worth:
@@ -119,33 +124,51 @@ class ModelDrafts:
             found.append(chance)
         return found
 
-    def _pays(self, one: Running, chances: Sequence[float], each: float) -> bool:
-        """Return True if reading the text is worth its time, by the tokens of the answer so far."""
-        history, gate = one.answer.history, self._gate
-        unread = len(history) - shared_tokens(self._held, history, 1)
-        if unread <= _AT_ONCE:
-            return True
-        gained = (1 - 1 / gate.value(chances, each)) * gate.single  # seconds per token
-        reading = self._read_seconds or each / _FASTER
-        return len(one.answer.tokens) * gained >= unread * reading
+    def _begin(self, one: Running, text: Sequence[int], each: float) -> Sequence[int]:
+        """Return the tokens of the text that the state is to hold: the last ones, or all.
 
-    def _read(self, text: Sequence[int], stopped: Callable[[], bool]) -> None:
+        All are read once the gain of this request pays for it.
+        """
+        gate, begin = self._gate, self._engine.begin
+        known = shared_tokens(self._held, text[begin:], 1)
+        if not known:
+            begin = 0
+        unread = len(text) - begin - known
+        if begin or unread > _AT_ONCE:
+            more = unread if begin == 0 else len(text)
+            reading = more * (self._read_seconds or each / _FASTER)
+            if one.drafts.gained * gate.single > reading:
+                begin = 0
+            elif unread > _AT_ONCE:
+                begin = len(text) - _AT_ONCE
+        if begin != self._engine.begin:
+            self._engine.begin = begin
+            self._cut(0, [])
+        return text[begin:]
+
+    def _read(self, one: Running, text: Sequence[int]) -> None:
         """Bring the state to a text, if more is missing than a draft reads itself."""
         kept = shared_tokens(self._held, [*text, -1], 1)
         if len(text) - kept <= _AT_ONCE:
             return
         start = time.perf_counter()
         unread = self._cut(kept, text)
-        self._extend(unread, stopped)
-        self._read_seconds = _mean(self._read_seconds, (time.perf_counter() - start) / len(unread))
+        self._extend(unread, one.request.stopped)
+        spent = time.perf_counter() - start
+        self._read_seconds = _mean(self._read_seconds, spent / len(unread))
+        self._gate.lost(one.drafts, spent)
 
     def _continue(
-        self, history: Sequence[int], most: int, floor: float
+        self, text: Sequence[int], most: int, floor: float
     ) -> tuple[list[int], list[float]]:
         """Draft up to `most` tokens, and none after one whose chance is below `floor`."""
-        unread = self._cut(shared_tokens(self._held, history, 1), history)
+        unread = self._cut(shared_tokens(self._held, text, 1), text)
+        counted = len(unread) <= _FEW  # else the first draft is no measure
+        start = time.perf_counter()
         token, probability = self._extend(unread)
         self._engine.state.mark()
+        if not counted:
+            start = time.perf_counter()
         tokens, probabilities = [token], [probability]
         while len(tokens) < most:
             if self._chances(probabilities)[-1] * self._trust.mean < floor:
@@ -153,6 +176,8 @@ class ModelDrafts:
             token, probability = self._extend(tokens[-1:])
             tokens.append(token)
             probabilities.append(probability)
+        if times := len(tokens) - (not counted):
+            self._seconds = _mean(self._seconds, (time.perf_counter() - start) / times)
         return tokens, probabilities
 
     def _cut(self, kept: int, text: Sequence[int]) -> Sequence[int]:

@@ -177,8 +177,8 @@ def launched(model: Model, launches: Launches) -> list[Counter[str]]:
 
         return run
 
-    blocks = tuple(counted(block) for block in model._body.blocks)
-    object.__setattr__(model._body, "blocks", blocks)
+    blocks = tuple(counted(block) for block in model.body.blocks)
+    object.__setattr__(model.body, "blocks", blocks)
     model.extend([([5], state)], Echo())
     return found
 

@@ -197,7 +197,7 @@ def test_a_chunk_takes_no_more_than_is_counted(
     with torch.inference_mode(), live:
         ids = torch.empty(PREFILL_CHUNK, dtype=torch.int64, device=META)
         span = Span(state, slice(0, PREFILL_CHUNK), past)
-        x = model._body.states(ids, ids, (span,), experts)
+        x = model.body.states(ids, ids, (span,), experts)
         model._logits(x[-1:])
     manifest: Any = SimpleNamespace(
         top_k=moe.top_k, hidden=moe.hidden, intermediate=moe.intermediate, dtype=form.upper(),

@@ -41,7 +41,7 @@ def test_the_states_are_what_the_head_reads(open_engine: Callable[..., object]) 
     ids = engine.tokenizer.encode_text("17+25=")  # type: ignore[attr-defined]
     states = engine.states(engine.new_state(), ids)  # type: ignore[attr-defined]
     logits = engine.extend(engine.new_state(), ids)  # type: ignore[attr-defined]
-    head = engine.model._body.head(torch.from_numpy(states[-1:]).bfloat16())  # type: ignore[attr-defined]
+    head = engine.model.body.head(torch.from_numpy(states[-1:]).bfloat16())  # type: ignore[attr-defined]
     np.testing.assert_array_equal(head[0].float().numpy(), logits)
 
 

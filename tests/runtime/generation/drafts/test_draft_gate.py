@@ -49,7 +49,7 @@ def test_a_cost_that_is_not_used_is_tried_again() -> None:
     assert gate.worth(Account(), [0.99]) == 0
     for _ in range(400):
         gate.passed(2.0, 0.0)
-    assert gate.cost(2) == pytest.approx(1.6, abs=0.1)
+    assert gate.cost(2) == pytest.approx(1.5, abs=0.05)
     assert gate.worth(Account(), [0.99]) == 1
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -169,27 +170,21 @@ def test_by_the_measured_gate(opened: Opened) -> None:
     assert list(map(told, found)) == list(map(told, expected))
 
 
-def test_a_text_is_read_only_if_the_answer_could_have_paid_for_it() -> None:
-    gate = DraftGate()
+def test_the_whole_text_is_read_from_what_drafts_gained() -> None:
+    gate, one = DraftGate(), SimpleNamespace(drafts=Account())
     for _ in range(10):
         gate.passed(1.0, 0.0)
-
-    class Priced:
-        cost = 0.1
-
-    drafts = ModelDrafts(Priced(), gate)  # type: ignore[arg-type]
-
-    class Text:
-        class answer:  # noqa: N801
-            history = [1] * 1000
-            tokens: list[int]
-
-    found = []
-    chances = [0.9, 0.8, 0.7]  # 3.4 tokens for 1 + 3 * (0.6 + 0.1) passes: 0.09 gained per token
-    for count in (10, 200, 400):
-        Text.answer.tokens = [1] * count
-        found.append(drafts._pays(Text(), chances, 0.1))  # type: ignore[arg-type]
-    assert found == [False, False, True]  # 1,000 tokens, each a quarter of 0.1 s, are 25 s
+    state = SimpleNamespace(length=0, truncate=lambda _: None)
+    engine = SimpleNamespace(begin=0, state=state)
+    drafts, text = ModelDrafts(engine, gate), list(range(1000))  # type: ignore[arg-type]
+    assert drafts._begin(one, text[:32], 0.1) == text[:32]  # type: ignore[arg-type]
+    for gained, begin in ((0.0, 968), (24.0, 968), (26.0, 0)):  # 1,000 quarters of 0.1 s
+        one.drafts.gained = gained
+        assert drafts._begin(one, text, 0.1) == text[begin:]  # type: ignore[arg-type]
+        drafts._held = text[begin:990]
+        assert engine.begin == begin
+    one.drafts.gained = 0.0
+    assert drafts._begin(one, [*text, 7, 8], 0.1) == [*text, 7, 8]  # type: ignore[arg-type]
 
 
 def test_trust_learns_from_what_followed() -> None:
@@ -212,9 +207,9 @@ def test_the_draft_models_time_is_a_cost() -> None:
     for _ in range(10):
         gate.passed(2.0, 0.0)
     chances = [0.95]
-    assert gate.worth(account, chances) == 1  # 1.95 tokens for 1.6 passes
-    assert gate.worth(account, chances, 0.2) == 1  # for 1.7
-    assert gate.worth(account, chances, 0.6) == 0  # for 1.9
+    assert gate.worth(account, chances) == 1  # 1.95 tokens for 1.4 passes
+    assert gate.worth(account, chances, 0.2) == 1  # for 1.5
+    assert gate.worth(account, chances, 1.0) == 0  # for 1.9
     gate.checked(account, 1, 2, 2.0 * 1.6, 0.0, 0.4)
     assert account.gained == pytest.approx(2 - 1.6 - 0.2)
     gate.lost(account, 1.0)

@@ -321,7 +321,7 @@ def test_an_error_while_tokens_are_taken(engine: Engine) -> None:
     events: list[Event] = []
     scheduler = Scheduler(engine)
     request = Request(lambda _: PROMPT, GREEDY, Limits(ANSWER), events.append)
-    head, rows = engine.model._body.head, 0  # type: ignore[attr-defined]
+    head, rows = engine.model.body.head, 0  # type: ignore[attr-defined]
 
     def broken(x: Any) -> Any:
         nonlocal rows
@@ -331,7 +331,7 @@ def test_an_error_while_tokens_are_taken(engine: Engine) -> None:
             out[1] = np.nan
         return out
 
-    object.__setattr__(engine.model._body, "head", broken)  # type: ignore[attr-defined]
+    object.__setattr__(engine.model.body, "head", broken)  # type: ignore[attr-defined]
     run(scheduler, request)
     assert rows > 1
     assert isinstance(events[-1], Failed)
