@@ -31,6 +31,7 @@ from moeinf.models.config import (
 )
 from moeinf.models.layers.batches import check_batch
 from moeinf.models.layers.half_blocks import FfnBlock, MixerBlock
+from moeinf.models.layers.hyper_block import HyperBlock
 from moeinf.models.layers.kv_cache import (
     CacheLayout,
     KvCache,
@@ -45,6 +46,7 @@ from moeinf.models.layers.norms import RmsNorm, WideRmsNorm, centred_norm, layer
 from moeinf.models.layers.parallel_block import ParallelBlock
 from moeinf.models.layers.recurrent import RecurrentLayout
 from moeinf.models.layers.rope import Rope, RopeConfig, parse_rope
+from moeinf.models.layers.routing import HashRouter
 from moeinf.models.layers.sandwich_block import SandwichBlock
 from moeinf.models.quantisation import refuse_quantised
 
@@ -147,7 +149,7 @@ class Block:
         return x + change if self.residual == 1.0 else x + change * self.residual
 
 
-Layer = Block | ParallelBlock | SandwichBlock | MixerBlock | FfnBlock
+Layer = Block | ParallelBlock | SandwichBlock | HyperBlock | MixerBlock | FfnBlock
 
 
 @dataclass(frozen=True)
@@ -166,6 +168,7 @@ class DecodeStep:
     head: Linear
     cache: CacheLayout
     others: tuple[Rope, ...] = ()  # see PassRows.turned_by
+    streams: int = 0  # of hyper-connections: hidden states are [T, streams, D]; 0: they are [T, D]
 
     def __call__(
         self, ids: Tensor, positions: Tensor, spans: tuple[Span, ...], experts: Experts
@@ -181,16 +184,19 @@ class DecodeStep:
         experts: Experts,
         piece: int | None = None,
     ) -> Tensor:
-        """Map ids and positions [T] of any rows to hidden states [T, D] before the final norm.
+        """Map ids and positions [T] of any rows to hidden states before the final norm.
 
         piece: see Model.extend.
         """
         contexts = [s.cache.capacity for s in spans for _ in range(s.count)]
         others = tuple(rope(positions, contexts) for rope in self.others)
-        rows = PassRows(spans, positions, *self.rope(positions, contexts), others)
+        angles = self.rope(positions, contexts)
+        rows = PassRows(spans, positions, *angles, others, token_ids=ids)
         x = self.embedding.rows(ids)
         if self.embedding_scale != 1.0:
             x = x * self.embedding_scale
+        if self.streams:
+            x = x[:, None].repeat(1, self.streams, 1)
         if piece is None:
             for block in self.blocks:
                 x = block(x, rows, experts)
@@ -216,12 +222,15 @@ class Decoder:
         more_ropes: Sequence[tuple[RopeConfig, int]] = (),
         planes_of_each: Sequence[Planes] = (),
         indexers: tuple[int, ...] = (),
+        streams: int = 0,
+        head: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         """Build the decoder around its blocks.
 
         planes: the planes that attention caches per layer; see kv_cache.py. recurrent: the memory
         of the layers without attention. more_ropes: see PassRows.turned_by. planes_of_each: see
-        CacheLayout.each. indexers: the width of each one's keys.
+        CacheLayout.each. indexers: the width of each one's keys. streams: see DecodeStep. head:
+        collapses the streams before the final norm.
         """
         self.moe = moe
         self.vocab_size = config.vocab
@@ -233,17 +242,18 @@ class Decoder:
             attending, planes, embedding.dtype, embedding.device, recurrent, parts.kv,
             tuple(planes_of_each), indexers,
         )  # fmt: skip
-        head = "model.embed_tokens" if config.tied_embeddings else "lm_head"
+        table = "model.embed_tokens" if config.tied_embeddings else "lm_head"
         self._logits_scale, self._logits_cap = config.logits_scale, config.logits_cap
         self._body = DecodeStep(
             embedding,
             config.embedding_scale,
             Rope(config.rope, rope_dim, embedding.device),
             tuple(parts.tuned(block) for block in _sparse_tuned(blocks, parts)),
-            parts.tuned(_final_norm(config, parts)),
-            parts.linear(head, config.vocab, config.hidden, config.head_bias),
+            _after(head, parts.tuned(_final_norm(config, parts))),
+            parts.linear(table, config.vocab, config.hidden, config.head_bias),
             self._cache,
             tuple(Rope(rope, dim, embedding.device) for rope, dim in more_ropes),
+            streams,
         )
         self._decode = parts.tuned(self._body)
         self.kv_bytes_per_token = self._cache.bytes_per_token
@@ -330,6 +340,12 @@ def _final_norm(config: BodyConfig, parts: Parts) -> Callable[[Tensor], Tensor]:
     return kind(parts.tensor("model.norm.weight", config.hidden), config.norm_eps)
 
 
+def _after(
+    head: Callable[[Tensor], Tensor] | None, norm: Callable[[Tensor], Tensor]
+) -> Callable[[Tensor], Tensor]:
+    return norm if head is None else lambda x: norm(head(x))
+
+
 def _sparse(block: Layer) -> SparseFfn | None:
     """Return the block's experts; None: it has none."""
     ffn = None if isinstance(block, MixerBlock) else block.ffn
@@ -354,7 +370,7 @@ def _tuned(block: Layer, parts: Parts) -> Layer:
 def _looking_ahead(blocks: Sequence[Layer]) -> tuple[Layer, ...]:
     """Give every MoE layer the router of the next one, so that it can hint."""
     linked: list[Layer] = []
-    router: Router | None = None
+    router: Router | HashRouter | None = None
     for block in reversed(blocks):
         sparse = _sparse(block)
         if sparse is not None:

@@ -241,6 +241,13 @@ class PassRows:
     sin: Tensor
     others: tuple[tuple[Tensor, Tensor], ...] = ()  # cos and sin of a decoder's further ropes
     chosen: list[Tensor] = field(default_factory=list)  # by an earlier layer: see sparse_mla.py
+    token_ids: Tensor | None = None  # [T] int64, for routers that choose by them
+
+    @property
+    def ids(self) -> Tensor:
+        """The rows' token ids [T] int64."""
+        assert self.token_ids is not None
+        return self.token_ids
 
     def turned_by(self, rope: int) -> PassRows:
         """Return the same rows with the angles of another rope; 0 is the first one."""
@@ -260,6 +267,7 @@ class PassRows:
                     self.cos[at],
                     self.sin[at],
                     tuple((cos[at], sin[at]) for cos, sin in self.others),
+                    token_ids=None if self.token_ids is None else self.token_ids[at],
                 ),
             )
             for at, span in divided(self.spans, tokens)

@@ -12,6 +12,7 @@ from torch import Tensor
 from moeinf.models.base import Activation, Experts, MoeShape, Pending, Phase
 from moeinf.models.config import MAX_EXPERTS, MAX_WIDTH, Fields, require
 from moeinf.models.layers.ffn import expert_ffn
+from moeinf.models.layers.routing import HashRouter
 
 Router = Callable[[Tensor], tuple[Tensor, Tensor]]  # [T, D] -> ids [T, K], weights [T, K]
 
@@ -169,23 +170,29 @@ class SparseFfn:
     """
 
     layer: int  # the flat MoE-layer index
-    router: Router
+    router: Router | HashRouter
     shared: Callable[[Tensor], Tensor] | None = None
-    ahead: Router | None = None
+    ahead: Router | HashRouter | None = None
     before: Callable[[Tensor], Tensor] | None = None  # of the routed experts' input alone
     after: Callable[[Tensor], Tensor] | None = None  # of their weighted sum alone
 
-    def __call__(self, x: Tensor, experts: Experts) -> Tensor:
-        """Return the layer's output: [T, D] -> [T, D]."""
-        return self.finish(x, self.start(x, experts))
+    def __call__(self, x: Tensor, experts: Experts, tokens: Tensor | None = None) -> Tensor:
+        """Return the layer's output: [T, D] -> [T, D]; tokens [T]: ids, for a HashRouter."""
+        return self.over(x, (slice(None),), experts, tokens)
 
     def finish(self, x: Tensor, pending: Pending) -> Tensor:
         """Return the output of a layer whose routed experts have been submitted."""
         return self._joined(x, (slice(None),), pending)
 
-    def over(self, x: Tensor, pieces: Sequence[slice], experts: Experts) -> Tensor:
+    def over(
+        self,
+        x: Tensor,
+        pieces: Sequence[slice],
+        experts: Experts,
+        tokens: Tensor | None = None,
+    ) -> Tensor:
         """Return the layer's output for several pieces, each as if computed alone."""
-        return self._joined(x, pieces, self.start(x, experts, pieces))
+        return self._joined(x, pieces, self.start(x, experts, pieces, tokens))
 
     def _joined(self, x: Tensor, pieces: Sequence[slice], pending: Pending) -> Tensor:
         shared = None if self.shared is None else _each(self.shared, x, pieces)
@@ -195,10 +202,15 @@ class SparseFfn:
         return routed if shared is None else routed + shared
 
     def start(
-        self, x: Tensor, experts: Experts, pieces: Sequence[slice] = (slice(None),)
+        self,
+        x: Tensor,
+        experts: Experts,
+        pieces: Sequence[slice] = (slice(None),),
+        tokens: Tensor | None = None,
     ) -> Pending:
         """Submit only the routed experts of x [T, D], for a layer that does more meanwhile."""
-        return self.submit(x, *_over(self.router, x, pieces), experts, pieces)
+        chosen = _over(self.router, x, pieces, tokens)
+        return self.submit(x, *chosen, experts, pieces, tokens)
 
     def submit(
         self,
@@ -207,10 +219,11 @@ class SparseFfn:
         weights: Tensor,
         experts: Experts,
         pieces: Sequence[slice] = (slice(None),),
+        tokens: Tensor | None = None,
     ) -> Pending:
         """Submit the routed experts of x [T, D], which the router has chosen."""
         if self.ahead is not None and experts.wants_hints:
-            experts.hint(self.layer + 1, *_over(self.ahead, x, pieces))
+            experts.hint(self.layer + 1, *_over(self.ahead, x, pieces, tokens))
         if self.before is not None:
             x = _each(self.before, x, pieces)
         return experts.submit(self.layer, x, ids, weights)
@@ -223,9 +236,18 @@ def _each(step: Callable[[Tensor], Tensor], x: Tensor, pieces: Sequence[slice]) 
     return torch.cat([step(x[r]) for r in pieces])
 
 
-def _over(router: Router, x: Tensor, pieces: Sequence[slice]) -> tuple[Tensor, Tensor]:
+def _over(
+    router: Router | HashRouter, x: Tensor, pieces: Sequence[slice], tokens: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Return the ids and weights [T, K] of all pieces of x [T, D]."""
+
+    def routed(rows: slice) -> tuple[Tensor, Tensor]:
+        if not isinstance(router, HashRouter):
+            return router(x[rows])
+        assert tokens is not None
+        return router(x[rows], tokens[rows])
+
     if len(pieces) == 1:
-        return router(x[pieces[0]])
-    ids, weights = zip(*(router(x[r]) for r in pieces), strict=True)
+        return routed(pieces[0])
+    ids, weights = zip(*map(routed, pieces), strict=True)
     return torch.cat(ids), torch.cat(weights)

@@ -166,6 +166,31 @@ class BiasedSoftmaxRouter(SigmoidRouter):
         return logits.softmax(-1)
 
 
+class SqrtSoftplusRouter(SigmoidRouter):
+    """The same with sqrt(softplus(logit)) as the score (DeepSeek-V4)."""
+
+    def scores(self, logits: Tensor) -> Tensor:
+        """Map logits to scores [T, E]."""
+        return functional.softplus(logits).sqrt()
+
+
+@dataclass(frozen=True)
+class HashRouter:
+    """A table that gives each token id its experts; only their weights are computed (DeepSeek-V4).
+
+    inner         gives the scores; its choice and its bias have no use
+    table         [vocab, K] of experts, in any integer type
+    """
+
+    inner: SigmoidRouter
+    table: Tensor
+
+    def __call__(self, x: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Map x [T, D] and token ids [T] to ids [T, K] int64 and weights [T, K] float32."""
+        ids = self.table[tokens].long()
+        return ids, self.inner.weigh(self.inner.judge(x)[1], ids)
+
+
 def drop_groups(choice: Tensor, groups: int, kept: int) -> Tensor:
     """Return choice [T, E] with -inf outside the best `kept` of `groups` equal groups.
 

@@ -14,6 +14,7 @@ from moeinf.models.base import Piece
 from moeinf.models.layers.cache_aware import CacheAwareRouter, always_kept
 from moeinf.models.layers.moe import SparseFfn
 from moeinf.models.layers.routing import (
+    HashRouter,
     NormedRouter,
     SigmoidRouter,
     SoftmaxRouter,
@@ -60,7 +61,7 @@ class CacheAwareMath(CpuMath):
 
     def tuned(self, piece: Piece) -> Piece:
         """See models.base.Parts.tuned."""
-        if not isinstance(piece, SparseFfn):
+        if not isinstance(piece, SparseFfn) or isinstance(piece.router, HashRouter):
             return super().tuned(piece)
         exact = piece.router
         judge = _in_torch(exact)
