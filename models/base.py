@@ -23,7 +23,9 @@ from moeinf.errors import ContextExceeded, UnusableInput
 Phase = Literal["encode", "prefill", "decode"]
 Role = Literal["gate", "up", "down", "gate_bias", "up_bias", "down_bias"]
 KvForm = Literal["full", "q8"]  # of the KV cache: the model's dtype, or rows of layers/kv_q8.py
-Activation = Literal["swiglu", "clamped_swiglu", "geglu", "relu", "relu2"]  # see ffn.py
+Activation = Literal[
+    "swiglu", "clamped_swiglu", "limited_swiglu", "geglu", "relu", "relu2"
+]  # see ffn.py
 UNGATED: tuple[Activation, ...] = ("relu", "relu2")  # their experts have no gate
 Linear = Callable[[Tensor], Tensor]  # [T, in] -> [T, out]
 Piece = TypeVar("Piece", bound=Callable[..., Any])

@@ -490,6 +490,7 @@ class ExpertKernel:
 
         swiglu          silu(gate) * up
         clamped_swiglu  gate * sigmoid(1.702 gate) * (up + 1), gate at most 7, up in -7 … 7
+        limited_swiglu  silu(gate) * up, gate at most 10, up in -10 … 10
         geglu           gelu(gate) * up, with the tanh form of gelu
         relu            max(up, 0); there is no gate
         relu2           max(up, 0) squared; there is no gate

@@ -73,7 +73,7 @@ ROUND = (
 
 
 ACTIVATIONS = (("swiglu", False), ("clamped_swiglu", True), ("geglu", False), ("relu", True))
-ACTIVATIONS += (("relu2", False),)
+ACTIVATIONS += (("relu2", False), ("limited_swiglu", False))
 
 
 def variants() -> Iterator[tuple[str, Any, dict[str, Any], int]]:

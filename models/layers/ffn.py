@@ -26,6 +26,15 @@ def _clamped_swiglu(gate_up: Tensor) -> Tensor:
     return (up + 1) * (gate * torch.sigmoid(1.702 * gate))
 
 
+def _limited(gate: Tensor, up: Tensor) -> Tensor:
+    """Apply DeepSeek-V4's SwiGLU: gate at most 10, up in -10 … 10."""
+    return functional.silu(gate.clamp(max=10.0)) * up.clamp(-10.0, 10.0)
+
+
+def _limited_swiglu(gate_up: Tensor) -> Tensor:
+    return _limited(*gate_up.chunk(2, dim=-1))
+
+
 def _geglu(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.gelu(gate, approximate="tanh") * up
@@ -39,6 +48,7 @@ def relu2(up: Tensor) -> Tensor:
 _ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "swiglu": _swiglu,
     "clamped_swiglu": _clamped_swiglu,
+    "limited_swiglu": _limited_swiglu,
     "geglu": _geglu,
     "relu": functional.relu,
     "relu2": relu2,
@@ -99,6 +109,15 @@ class GeluMlp(GatedMlp):
             ),
             x,
         )
+
+
+@dataclass(frozen=True)
+class LimitedMlp(GatedMlp):
+    """The same with DeepSeek-V4's limits on gate and up."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Map [T, D] to [T, D]."""
+        return _in_blocks(lambda rows: self.down(_limited(self.gate(rows), self.up(rows))), x)
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ Format format_of(const std::string& name) {
 Activation activation_of(const std::string& name) {
     if (name == "swiglu") return Activation::kSwiGlu;
     if (name == "clamped_swiglu") return Activation::kClampedSwiGlu;
+    if (name == "limited_swiglu") return Activation::kLimitedSwiGlu;
     if (name == "geglu") return Activation::kGeGlu;
     if (name == "relu") return Activation::kRelu;
     if (name == "relu2") return Activation::kRelu2;

@@ -166,6 +166,16 @@ void activate(Activation activation, const float* gate, const float* up, float* 
                 store(values + i, g / (1.0f + exponential(g * -kClampedAlpha)) * (u + 1.0f));
             }
             return;
+        case Activation::kLimitedSwiGlu:
+            for (std::size_t i = 0; i < kGroup; i += kWide) {
+                const Floats high = Floats{} + kSwiGluLimit, low = -high;
+                Floats g = load(gate + i), u = load(up + i);
+                g = g > high ? high : g;
+                u = u > high ? high : u;
+                u = u < low ? low : u;
+                store(values + i, g / (1.0f + exponential(-g)) * u);
+            }
+            return;
         case Activation::kGeGlu:
             for (std::size_t i = 0; i < kGroup; i += kWide) {
                 const Floats g = load(gate + i);

@@ -45,6 +45,7 @@ enum class Dtype { kBf16, kF32 };  // of a tensor of activations
 enum class Activation {
     kSwiGlu,         // silu(gate) · up
     kClampedSwiGlu,  // (u + 1) · g · sigmoid(kAlpha · g), g = min(gate, kLimit), u = up in ± kLimit
+    kLimitedSwiGlu,  // silu(g) · u, g = min(gate, kSwiGluLimit), u = up in ± kSwiGluLimit
     kGeGlu,          // gelu(gate) · up, gelu in its tanh form: g · sigmoid(g · (kGelu + kGeluCube · g²))
     kRelu,           // max(up, 0), without a gate
     kRelu2,          // max(up, 0)², without a gate
@@ -52,6 +53,7 @@ enum class Activation {
 
 inline constexpr float kClampedAlpha = 1.702f;  // gpt-oss
 inline constexpr float kClampedLimit = 7.0f;
+inline constexpr float kSwiGluLimit = 10.0f;  // DeepSeek-V4
 inline constexpr float kGelu = 1.59576912f;  // 2 · √(2/π): 1 + tanh(z) = 2 · sigmoid(2z)
 inline constexpr float kGeluCube = 0.0713548163f;  // 0.044715 of it
 

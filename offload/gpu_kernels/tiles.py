@@ -314,6 +314,11 @@ def activated(gate, up, ACTIVATION: tl.constexpr):
     if ACTIVATION == "geglu":
         slope = (gate * gate) * -0.0713548163 + -1.59576912
         return tl.div_rn(gate, 1.0 + exponential(gate * slope)) * up
+    if ACTIVATION == "limited_swiglu":
+        gate = tl.where(gate > 10.0, 10.0, gate)
+        up = tl.where(up > 10.0, 10.0, up)
+        up = tl.where(up < -10.0, -10.0, up)
+        return tl.div_rn(gate, 1.0 + exponential(-gate)) * up
     gate = tl.where(gate > 7.0, 7.0, gate)
     up = tl.where(up > 7.0, 7.0, up)
     up = tl.where(up < -7.0, -7.0, up)

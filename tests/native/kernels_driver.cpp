@@ -87,7 +87,7 @@ std::uint32_t check(const std::vector<float>& values) {
 void experts(ThreadPool& pool, Format format, const char* name) {
     for (const Activation activation :
          {Activation::kSwiGlu, Activation::kClampedSwiGlu, Activation::kGeGlu, Activation::kRelu,
-          Activation::kRelu2}) {
+          Activation::kRelu2, Activation::kLimitedSwiGlu}) {
         const ExpertShape shape{format, format, activation, kHidden, kInner, false};
         Buffer expert(shape.bytes());
         write_matrix(expert.data(), format, kInner, kHidden);

@@ -25,6 +25,7 @@ from moeinf.runtime.checkpoints.fused_experts import tile_blocks
 from tests import gguf_blocks
 
 FORMATS = ["q4", "q8", "q3", "q2", "mxfp4", *gguf_blocks.FORMS, "bf16"]
+ACTIVATIONS = ["swiglu", "clamped_swiglu", "limited_swiglu", "geglu", "relu", "relu2"]
 MIXED = [("q4", "q8"), ("q8", "q4"), ("mxfp4", "q8"), ("q3", "q2")]  # gate and up, down
 PATHS = ["portable", "avx2", "avx512"]
 SHAPES = [(64, 64), (37, 70), (5, 33), (16, 1), (1, 200), (130, 300)]
@@ -292,13 +293,16 @@ def between(activation: str, products: list[torch.Tensor]) -> torch.Tensor:
         return gate / (1 + (-gate).exp()) * up
     if activation == "geglu":
         return torch.nn.functional.gelu(gate, approximate="tanh") * up
+    if activation == "limited_swiglu":
+        gate, up = gate.clamp(max=10), up.clamp(-10, 10)
+        return gate / (1 + (-gate).exp()) * up
     gate, up = gate.clamp(max=7), up.clamp(-7, 7)
     return (up + 1) * gate / (1 + (-1.702 * gate).exp())
 
 
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("biases", [0.0, 6.0])
-@pytest.mark.parametrize("activation", ["swiglu", "clamped_swiglu", "geglu", "relu", "relu2"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations_and_biases_agree_with_float64_on_every_path(activation, biases, form):
     hidden, inner = 70, 45  # biases of 6: about half of the values to clamp are beyond the limit
     gated = is_gated(activation)

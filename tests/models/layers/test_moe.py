@@ -62,7 +62,9 @@ def make_experts(
     }
 
 
-@pytest.mark.parametrize("activation", ["clamped_swiglu", "geglu", "relu", "relu2"])
+@pytest.mark.parametrize(
+    "activation", ["clamped_swiglu", "limited_swiglu", "geglu", "relu", "relu2"]
+)
 def test_activations_with_biases(activation: Activation) -> None:
     draw = torch.Generator().manual_seed(3)
     inner_rows = 5 if activation in ("relu", "relu2") else 10
@@ -79,6 +81,10 @@ def test_activations_with_biases(activation: Activation) -> None:
         middle = 0.5 * gate * (1 + tanh) * products[:, 5:]
     elif activation == "relu2":
         middle = products.abs() * products * (products > 0)
+    elif activation == "limited_swiglu":
+        gate = torch.where(products[:, :5] > 10, 10.0, products[:, :5])
+        up = torch.where(products[:, 5:].abs() > 10, 10 * products[:, 5:].sign(), products[:, 5:])
+        middle = up * gate / (1 + torch.exp(-gate))
     else:
         gate = torch.where(products[:, :5] > 7, 7.0, products[:, :5])
         up = torch.where(products[:, 5:].abs() > 7, 7 * products[:, 5:].sign(), products[:, 5:])

@@ -22,10 +22,10 @@ FORMS = ["q4", "q8", "q3", "q2", "mxfp4", *gguf_blocks.FORMS, "bf16"]
 ACTIVATIONS = [
     ("swiglu", 0.0, torch.bfloat16), ("clamped_swiglu", 6.0, torch.float32),
     ("relu", 0.5, torch.bfloat16), ("geglu", 0.0, torch.bfloat16),
-    ("relu2", 0.0, torch.bfloat16),
+    ("relu2", 0.0, torch.bfloat16), ("limited_swiglu", 6.0, torch.float32),
 ]  # fmt: skip
 CASES = [("q4", *activation) for activation in ACTIVATIONS]
-CASES += [(form, *ACTIVATIONS[i % 5]) for i, form in enumerate(FORMS) if form != "q4"]
+CASES += [(form, *ACTIVATIONS[i % 6]) for i, form in enumerate(FORMS) if form != "q4"]
 UNTOUCHED = 5.0
 
 
