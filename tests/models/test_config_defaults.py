@@ -31,6 +31,7 @@ NAMES += ["phimoe", "phimoe-longrope", "qwen2", "qwen2-window", "qwen3-window", 
 NAMES += ["qwen3.5-full-first", "granite-shared", "switch", "nllb"]
 NAMES += ["minimax-m2", "qwen3-next", "dots1-window", "ernie4.5", "hunyuan", "exaone", "solar"]
 NAMES += ["lfm2", "mistral4", "laguna", "gemma4", "v32", "glm-dsa", "mimo", "kimi-linear"]
+NAMES += ["deepseek-v4"]
 NAMES += ["granite-hybrid", "nemotron", "nemotron-alone"]
 Values = dict[str, Any]
 

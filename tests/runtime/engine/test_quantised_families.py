@@ -54,6 +54,7 @@ CONFIGS += ["granite-shared", "qwen2", "qwen3-sparse-step", "qwen3.5"]
 CONFIGS += list(PAIRS)
 BRIEF_TOO = ["minimax-m2", "qwen3-next", "dots1-window", "ernie4.5", "hunyuan", "exaone-groups"]
 BRIEF_TOO += ["solar", "lfm2-biased", "mistral4", "laguna", "gemma4"]
+BRIEF_TOO += ["deepseek-v4"]
 BRIEF_TOO += ["v32-all-experts", "glm-dsa", "mimo", "kimi-linear-full-first"]
 BRIEF_TOO += ["granite-hybrid-rope", "nemotron", "nemotron-latent"]
 SHALLOW = {  # four layers in all, as deep as the others: T5's unscaled scores add more rounding
@@ -93,6 +94,9 @@ def act(activation: Activation, inner: Mapping[str, Tensor]) -> Tensor:
         return gate * gate.sigmoid() * up
     if activation == "geglu":
         return functional.gelu(gate, approximate="tanh") * up
+    if activation == "limited_swiglu":
+        gate, up = gate.clamp(max=10), up.clamp(-10, 10)
+        return gate * gate.sigmoid() * up
     gate, up = gate.clamp(max=7), up.clamp(-7, 7)
     return gate * (1.702 * gate).sigmoid() * (up + 1)
 
