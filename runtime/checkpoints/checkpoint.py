@@ -369,9 +369,8 @@ def blocks(tensor: SourceTensor, dtype: str) -> Iterator[memoryview]:
     the tensor's dtype is not in TORCH_DTYPE or INTEGER_DTYPE.
     """
     if tensor.dtype not in TORCH_DTYPE | INTEGER_DTYPE:
-        raise BadCheckpoint(
-            f"{tensor.path}: {tensor.name!r} is {tensor.dtype}; not a weight we read"
-        )
+        named = f"{tensor.path}: {tensor.name!r}"
+        raise BadCheckpoint(f"{named} is {tensor.dtype}; not a weight we read")
     with DirectReader(tensor.path) as file:
         for start in range(0, tensor.size_bytes, BLOCK_BYTES):
             count = min(BLOCK_BYTES, tensor.size_bytes - start)
@@ -392,10 +391,8 @@ def read_exactly(descriptor: int, view: memoryview, offset: int, path: Path) -> 
 
 
 def _converted(view: memoryview, source: str, target: str) -> memoryview:
-    values = torch.frombuffer(view, dtype=(TORCH_DTYPE | INTEGER_DTYPE)[source]).to(
-        TORCH_DTYPE[target]
-    )
-    return memory_of(values)
+    known = TORCH_DTYPE | INTEGER_DTYPE
+    return memory_of(torch.frombuffer(view, dtype=known[source]).to(known[target]))
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
