@@ -104,6 +104,7 @@ def _is_read(section: Fields) -> bool:
         return _is_compressed(section)
     if section.is_word("quant_method", _MODELOPT):
         return (section.text("quant_algo") or "").upper() in _ALGORITHMS
+    section.refuse("moe_quant_algo")  # NVIDIA's DeepSeek-V4: experts in another form than the rest
     return any(section.is_word("quant_method", word) for word in _READ)
 
 

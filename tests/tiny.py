@@ -63,6 +63,9 @@ def tiny_reference(name: str | Tiny, seed: int = 0) -> Any:
     for buffer_name, buffer in model.named_buffers():
         if buffer_name.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar")):
             buffer.copy_(_scaled(buffer_name, torch.randn(buffer.shape, generator=draw)))
+        if buffer_name.endswith("tid2eid"):  # a token's experts differ
+            order = torch.rand(len(buffer), model.config.n_routed_experts, generator=draw)
+            buffer.copy_(order.argsort(1)[:, : buffer.shape[1]])
     return model.eval()
 
 

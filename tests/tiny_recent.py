@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.tiny_deepseek_v4 import DEEPSEEK_V4
 from tests.tiny_families import (
     YARN,
     Tiny,
@@ -333,6 +334,7 @@ RECENT: dict[str, Tiny] = {
         num_experts_per_tok=8,
     ),
     **GLM5,
+    **DEEPSEEK_V4,
     **MAMBA,
 }
 # One configuration of each of these families is tested by default, and all with -m full.
@@ -348,6 +350,7 @@ BRIEF: tuple[str, ...] = (
     "mistral4",
     "laguna",
     "gemma4",
+    "deepseek-v4",
     "v32",
     "glm-dsa",
     "glm5-next",

@@ -226,6 +226,7 @@ class Decoder:
         more_ropes: Sequence[tuple[RopeConfig, int]] = (),
         planes_of_each: Sequence[Planes] = (),
         indexers: tuple[int, ...] = (),
+        coarse: tuple[tuple[int, int], ...] = (),
         streams: int = 0,
         head: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
@@ -233,8 +234,8 @@ class Decoder:
 
         planes: the planes that attention caches per layer; see kv_cache.py. recurrent: the memory
         of the layers without attention. more_ropes: see PassRows.turned_by. planes_of_each: see
-        CacheLayout.each. indexers: the width of each one's keys. streams: see DecodeStep. head:
-        collapses the streams before the final norm.
+        CacheLayout.each. indexers, coarse: see there. streams: see DecodeStep. head: collapses the
+        streams before the final norm.
         """
         self.moe = moe
         self.vocab_size = config.vocab
@@ -244,7 +245,7 @@ class Decoder:
         attending = config.layers - (0 if recurrent is None else recurrent.layers)
         self._cache = CacheLayout(
             attending, planes, embedding.dtype, embedding.device, recurrent, parts.kv,
-            tuple(planes_of_each), indexers,
+            tuple(planes_of_each), indexers, coarse,
         )  # fmt: skip
         table = "model.embed_tokens" if config.tied_embeddings else "lm_head"
         self._logits_scale, self._logits_cap = config.logits_scale, config.logits_cap

@@ -10,6 +10,7 @@ One layer of a cache, with `capacity` columns of which the first `length` hold t
                               then the rotated key that all heads share
 
 Behind all layers comes a plane for each indexer (indexer.py): keys [1, capacity, index_head_dim].
+Then come coarse planes, with one row for several tokens (compressor.py): [1, capacity / n, width].
 
 A cache in q8 holds rows of kv_q8.py, as bytes, in place of [head_dim] values and so on.
 The memory of recurrent layers does not grow with the text: see recurrent.py.
@@ -17,8 +18,10 @@ The memory of recurrent layers does not grow with the text: see recurrent.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import NamedTuple
 
 import torch
@@ -46,12 +49,14 @@ class CacheLayout:
     form: KvForm = "full"
     each: tuple[Planes, ...] = ()  # the planes of every layer, where layers differ
     indexers: tuple[int, ...] = ()  # the width of each indexer's keys
+    coarse: tuple[tuple[int, int], ...] = ()  # width and tokens per row of each coarse plane
 
     @property
     def stored(self) -> tuple[Planes, ...]:
-        """The planes of each layer, then of each indexer, as stored: (heads, items of a row)."""
+        """The planes of each layer, indexer and coarse row, as stored: (heads, items of a row)."""
         each = self.each or (self.planes,) * self.layers
         each += tuple(((1, width),) for width in self.indexers)
+        each += tuple(((1, width),) for width, _ in self.coarse)
         if self.form == "full":
             return each
         return tuple(tuple((heads, row_bytes(width)) for heads, width in p) for p in each)
@@ -62,9 +67,32 @@ class CacheLayout:
         return self.dtype if self.form == "full" else torch.uint8
 
     @property
+    def tokens_per_row(self) -> tuple[int, ...]:
+        """How many tokens share a row of the planes, for each item of `stored`."""
+        single = (1,) * (self.layers + len(self.indexers))
+        return single + tuple(tokens for _, tokens in self.coarse)
+
+    @property
     def bytes_per_token(self) -> int:
-        """Bytes per token of all layers together."""
-        items = sum(heads * width for planes in self.stored for heads, width in planes)
+        """Bytes per token of all layers together, rounded up to whole items."""
+        rates = Fraction(0)
+        for planes, tokens in zip(self.stored, self.tokens_per_row, strict=True):
+            rates += Fraction(sum(heads * width for heads, width in planes), tokens)
+        return math.ceil(rates) * self.stored_dtype.itemsize
+
+    def rows_of(self, start: int, stop: int) -> list[int]:
+        """Return the rows of each plane in `KvCache.columns`."""
+        return [
+            stop // tokens - start // tokens
+            for planes, tokens in zip(self.stored, self.tokens_per_row, strict=True)
+            for _ in planes
+        ]
+
+    def bytes_of(self, start: int, stop: int) -> int:
+        """Return the bytes of `KvCache.columns`."""
+        sizes = [heads * width for planes in self.stored for heads, width in planes]
+        rows = self.rows_of(start, stop)
+        items = sum(size * count for size, count in zip(sizes, rows, strict=True))
         return items * self.stored_dtype.itemsize
 
     @property
@@ -87,7 +115,10 @@ class KvCache:
         self.recurrent: RecurrentMemory | None = None
         if layout.recurrent is not None:
             self.recurrent = RecurrentMemory(layout.recurrent, layout.device)
-        shapes = [[(heads, capacity, width) for heads, width in planes] for planes in layout.stored]
+        shapes = [
+            [(heads, capacity // tokens, width) for heads, width in planes]
+            for planes, tokens in zip(layout.stored, layout.tokens_per_row, strict=True)
+        ]
         self._layers = tensors_of_layers(shapes, layout.stored_dtype, layout.device)
 
     @property
@@ -114,9 +145,9 @@ class KvCache:
         copy.request, copy._length = self.request, self._length
         if self.recurrent is not None:
             copy.recurrent = self.recurrent.copy()
-        for mine, its in zip(self._layers, copy._layers, strict=True):
-            for source, target in zip(mine, its, strict=True):
-                target[:, : self._length] = source[:, : self._length]
+        held = 0, self._length
+        for source, target in zip(self.columns(*held), copy.columns(*held), strict=True):
+            target.copy_(source)
         return copy
 
     def write(self, layer: int, start: int, *rows: Tensor) -> tuple[Tensor, ...]:
@@ -133,6 +164,14 @@ class KvCache:
             plane[:, start:stop] = stored.transpose(0, 1)
         return tuple(plane[:, :stop] for plane in self._layers[layer])
 
+    def write_coarse(self, plane: int, first: int, rows: Tensor) -> None:
+        """Store rows [n, width] of a coarse plane, from its row `first` on; see `planes`.
+
+        A row belongs to the text once all its tokens do.
+        """
+        stored = rows if self.layout.form == "full" else quantised(rows)
+        self._layers[plane][0][0, first : first + len(rows)] = stored
+
     def values(self, stored: Tensor, width: int) -> Tensor:
         """Return the values [..., width] of stored rows; a copy in q8, else the rows."""
         return stored if self.layout.form == "full" else widened(stored, width, self.layout.dtype)
@@ -145,9 +184,16 @@ class KvCache:
         return self._layers[layer]
 
     def columns(self, start: int, stop: int) -> list[Tensor]:
-        """Return views [heads, stop - start, stored width] of all planes, layer by layer."""
+        """Return views [heads, rows, stored width] of all planes, layer by layer.
+
+        They have stop - start rows. Coarse planes have those whose last token is among these.
+        """
         assert 0 <= start <= stop <= self._capacity, (start, stop)
-        return [plane[:, start:stop] for planes in self._layers for plane in planes]
+        return [
+            plane[:, start // tokens : stop // tokens]
+            for planes, tokens in zip(self._layers, self.layout.tokens_per_row, strict=True)
+            for plane in planes
+        ]
 
     @property
     def cuts(self) -> tuple[int, ...] | None:

@@ -34,8 +34,14 @@ class RecurrentLayout:
     """A number of layers, each with one float32 tensor of every shape."""
 
     layers: int
-    shapes: tuple[tuple[int, ...], ...]
+    shapes: tuple[tuple[int, ...], ...]  # of a layer, unless `each` has its own
     marks: int = 3
+    each: tuple[tuple[tuple[int, ...], ...], ...] = ()  # of every layer, where layers differ
+
+    @property
+    def stored(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """The shapes of every layer."""
+        return self.each or (self.shapes,) * self.layers
 
     @property
     def slots(self) -> int:
@@ -44,7 +50,7 @@ class RecurrentLayout:
     @property
     def slot_bytes(self) -> int:
         """Bytes of the memory after one token."""
-        return self.layers * 4 * sum(math.prod(shape) for shape in self.shapes)
+        return 4 * sum(math.prod(shape) for shapes in self.stored for shape in shapes)
 
     @property
     def bytes(self) -> int:
@@ -57,8 +63,8 @@ class RecurrentMemory:
 
     def __init__(self, layout: RecurrentLayout, device: torch.device) -> None:
         self._layout = layout
-        shapes = [(layout.slots, *shape) for shape in layout.shapes]
-        self._tensors = tensors_of_layers([shapes] * layout.layers, torch.float32, device)
+        shapes = [[(layout.slots, *shape) for shape in layer] for layer in layout.stored]
+        self._tensors = tensors_of_layers(shapes, torch.float32, device)
         self._now: int | None = None  # None: nothing read yet
         self._marks: list[tuple[int, int]] = []  # (tokens, slot), ascending
         self._next = 0
@@ -96,6 +102,11 @@ class RecurrentMemory:
     def is_mark(self, tokens: int) -> bool:
         """Return whether a layer must call `mark` after that many tokens of the request."""
         return self._new_mark is not None and self._new_mark[0] == tokens > self._past
+
+    def mark_within(self, past: int, stop: int) -> int | None:
+        """Return the number of tokens for which `is_mark`, if it is among past … stop - 1."""
+        at = 0 if self._new_mark is None else self._new_mark[0]
+        return at if past <= at < stop and self.is_mark(at) else None
 
     def read(self, layer: int, past: int) -> tuple[Tensor, ...]:
         """Return the layer's tensors after `past` tokens: the last pass's, or this one's so far.

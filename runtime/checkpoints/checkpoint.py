@@ -38,6 +38,7 @@ _DTYPE_BYTES = {
 }  # fmt: skip
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\.(safetensors|bin)")
 TORCH_DTYPE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+INTEGER_DTYPE = {"I64": torch.int64, "I32": torch.int32}  # of tables, which become floats
 
 
 class BadCheckpoint(UnusableInput, ValueError):
@@ -365,12 +366,11 @@ def blocks(tensor: SourceTensor, dtype: str) -> Iterator[memoryview]:
     """Yield the tensor's bytes in file order, converted to `dtype`, in blocks of bounded size.
 
     A block is valid until the next one is taken. Raises BadCheckpoint if the file ends early, or if
-    the tensor's dtype is not in TORCH_DTYPE.
+    the tensor's dtype is not in TORCH_DTYPE or INTEGER_DTYPE.
     """
-    if tensor.dtype not in TORCH_DTYPE:
-        raise BadCheckpoint(
-            f"{tensor.path}: {tensor.name!r} is {tensor.dtype}; not a weight we read"
-        )
+    if tensor.dtype not in TORCH_DTYPE | INTEGER_DTYPE:
+        named = f"{tensor.path}: {tensor.name!r}"
+        raise BadCheckpoint(f"{named} is {tensor.dtype}; not a weight we read")
     with DirectReader(tensor.path) as file:
         for start in range(0, tensor.size_bytes, BLOCK_BYTES):
             count = min(BLOCK_BYTES, tensor.size_bytes - start)
@@ -391,8 +391,8 @@ def read_exactly(descriptor: int, view: memoryview, offset: int, path: Path) -> 
 
 
 def _converted(view: memoryview, source: str, target: str) -> memoryview:
-    values = torch.frombuffer(view, dtype=TORCH_DTYPE[source]).to(TORCH_DTYPE[target])
-    return memory_of(values)
+    known = TORCH_DTYPE | INTEGER_DTYPE
+    return memory_of(torch.frombuffer(view, dtype=known[source]).to(known[target]))
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:

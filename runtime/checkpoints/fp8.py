@@ -3,6 +3,10 @@
 The format is that of DeepSeek-V3 (its README_WEIGHTS.md); other models use it, too. `X.weight`
 [R, C] is F8_E4M3. `X.weight_scale_inv` [⌈R/a⌉, ⌈C/b⌉] holds the factor of every block of a × b
 weights. The config's quantization_config gives [a, b] as weight_block_size.
+
+DeepSeek-V4 calls the factors `X.scale`, as F8_E8M0: powers of 2. If its expert_dtype is fp4, a
+weight [R, C] of an expert is MXFP4: I8 [R, C/2], two E2M1 codes per byte, the low nibble first, and
+F8_E8M0 [R, C/32]. Names and forms as in transformers 5.23, finegrained_fp8.py.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,12 +25,15 @@ from moeinf.runtime.checkpoints.checkpoint import (
     TORCH_DTYPE,
     BadCheckpoint,
     Checkpoint,
+    Pick,
     SourceTensor,
     blocks,
     read_exactly,
 )
+from moeinf.runtime.checkpoints.fused_experts import GROUP, MXFP4, bytes_of
 
-_SCALES = "_scale_inv"
+_WEIGHT, _SCALES = ".weight", ("_scale_inv", ".scale")
+_E8M0 = "F8_E8M0"
 _ITEMS = 1 << 20  # weights widened at a time: 4 MiB as float32
 
 
@@ -46,10 +54,39 @@ def join_scales(checkpoint: Checkpoint) -> Mapping[str, SourceTensor]:
         raise BadCheckpoint(f"{where}: quantization_config has no weight_block_size [a, b]")
     found, block = dict(checkpoint.tensors), (sides[0], sides[1])
     for name, tensor in checkpoint.tensors.items():
-        if tensor.dtype == "F8_E4M3" and len(tensor.shape) == 2:
-            scales = _checked(tensor, found.pop(name + _SCALES, None), block)
+        if len(tensor.shape) != 2:
+            continue
+        if tensor.dtype == "F8_E4M3":
+            scales = _checked(tensor, _taken(found, name), block)
             found[name] = replace(tensor, scales=scales, block=block)
+        elif tensor.dtype == "I8" and name.endswith(_WEIGHT) and _has_fp4(checkpoint.config):
+            found[name] = _joined(tensor, _taken(found, name))
     return found
+
+
+def _has_fp4(config: Mapping[str, Any]) -> bool:
+    """Return whether the experts are FP4, which either of two places says."""
+    return "fp4" in (config.get("expert_dtype"), config["quantization_config"].get("expert_dtype"))
+
+
+def _taken(found: dict[str, SourceTensor], name: str) -> SourceTensor | None:
+    """Remove and return the scales of a weight; None if they are missing."""
+    long, short = _SCALES
+    scales = found.pop(name + long, None)
+    return found.pop(name.removesuffix(_WEIGHT) + short, None) if scales is None else scales
+
+
+def _joined(codes: SourceTensor, scales: SourceTensor | None) -> SourceTensor:
+    """Return the MXFP4 matrix of these codes and scales. Raises BadCheckpoint."""
+    rows, columns = codes.shape[0], 2 * codes.shape[1]
+    shape = (rows, columns // GROUP)
+    fits = scales is not None and (scales.dtype, scales.shape) == (_E8M0, shape)
+    if scales is None or not fits or columns % GROUP:
+        raise BadCheckpoint(
+            f"{codes.path}: {codes.name!r} has no scales {list(shape)} {_E8M0} of FP4 weights"
+        )
+    whole = (rows, columns)
+    return replace(codes, dtype=MXFP4, shape=whole, scales=scales, pick=Pick(whole))
 
 
 def wide_rows(tensor: SourceTensor, multiple: int = 1) -> Iterator[Tensor]:
@@ -112,7 +149,7 @@ def _checked(
     if scales is None:
         raise BadCheckpoint(f"{tensor.path}: {tensor.name!r} has no scales")
     shape = tuple(-(-side // step) for side, step in zip(tensor.shape, block, strict=True))
-    if scales.shape != shape or scales.dtype not in TORCH_DTYPE:
+    if scales.shape != shape or scales.dtype not in (*TORCH_DTYPE, _E8M0):
         raise BadCheckpoint(
             f"{scales.path}: {scales.name!r} is {list(scales.shape)} {scales.dtype}, "
             f"not {list(shape)} of a float format"
@@ -122,5 +159,8 @@ def _checked(
 
 def _values(tensor: SourceTensor) -> Tensor:
     """Return the whole tensor as float32. Scales are few: one per 16384 weights (128 × 128)."""
+    if tensor.dtype == _E8M0:
+        powers = torch.frombuffer(bytes_of(tensor), dtype=torch.uint8).int() - 127
+        return torch.ldexp(torch.ones(len(powers)), powers).view(tensor.shape)
     data = bytearray().join(blocks(tensor, "F32"))
     return torch.frombuffer(data, dtype=torch.float32).view(tensor.shape)

@@ -24,7 +24,7 @@ from moeinf.runtime.checkpoints.checkpoint import (
 )
 
 MXFP4 = "MXFP4"  # the dtype of a tensor that joins its blocks and scales
-_GROUP = 32  # weights that share a scale
+GROUP = 32  # weights that share a scale
 _SURELY_FINITE = 252  # 6 (the largest E2M1) times this scale's 2^125 fits in a float32
 _BLOCKS, _SCALES = "_blocks", "_scales"
 E2M1 = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -48,14 +48,14 @@ def join_blocks(
         joined = name.removesuffix(_BLOCKS)
         scales = found.pop(joined + _SCALES, None)
         del found[name]
-        if blocks.dtype != "U8" or len(blocks.shape) != 4 or blocks.shape[3] != _GROUP // 2:
+        if blocks.dtype != "U8" or len(blocks.shape) != 4 or blocks.shape[3] != GROUP // 2:
             raise BadCheckpoint(
                 f"{blocks.path}: {name!r} is {list(blocks.shape)} {blocks.dtype}, not MXFP4 blocks "
                 "[E, R, C/32, 16] U8; was it saved again by a program that had widened it?"
             )
         if scales is None or scales.dtype != "U8" or scales.shape != blocks.shape[:3]:
             raise BadCheckpoint(f"{blocks.path}: {name!r} has no scales of its shape")
-        shape = (*blocks.shape[:2], blocks.shape[2] * _GROUP)
+        shape = (*blocks.shape[:2], blocks.shape[2] * GROUP)
         found[joined] = replace(blocks, name=joined, dtype=MXFP4, shape=shape, scales=scales)
     return found
 
@@ -68,7 +68,7 @@ def picked_values(tensor: SourceTensor) -> Tensor:
     assert tensor.pick is not None
     if tensor.dtype == MXFP4:
         return widen_blocks(*_blocks_and_scales(tensor))
-    raw = torch.frombuffer(_bytes_of(tensor), dtype=TORCH_DTYPE[tensor.dtype])
+    raw = torch.frombuffer(bytes_of(tensor), dtype=TORCH_DTYPE[tensor.dtype])
     return _rows(tensor, raw.view(tensor.pick.shape))
 
 
@@ -105,11 +105,11 @@ def _blocks_and_scales(tensor: SourceTensor) -> tuple[Tensor, Tensor]:
     assert tensor.pick is not None
     assert tensor.scales is not None
     rows, columns = tensor.pick.shape
-    blocks = torch.frombuffer(_bytes_of(tensor), dtype=torch.uint8)
-    scales = torch.frombuffer(_bytes_of(tensor.scales), dtype=torch.uint8)
-    groups = columns // _GROUP
+    blocks = torch.frombuffer(bytes_of(tensor), dtype=torch.uint8)
+    scales = torch.frombuffer(bytes_of(tensor.scales), dtype=torch.uint8)
+    groups = columns // GROUP
     return (
-        _rows(tensor, blocks.view(rows, groups, _GROUP // 2)),
+        _rows(tensor, blocks.view(rows, groups, GROUP // 2)),
         _rows(tensor, scales.view(rows, groups)),
     )
 
@@ -122,7 +122,8 @@ def _rows(tensor: SourceTensor, whole: Tensor) -> Tensor:
     return whole[pick.first :: pick.step][: tensor.shape[0]].contiguous()
 
 
-def _bytes_of(tensor: SourceTensor) -> bytearray:
+def bytes_of(tensor: SourceTensor) -> bytearray:
+    """Return the tensor's bytes. Raises BadCheckpoint if the file ends early."""
     data = bytearray(tensor.size_bytes)
     descriptor = os.open(tensor.path, os.O_RDONLY | os.O_CLOEXEC)
     try:

@@ -26,6 +26,7 @@ from moeinf.offload.format.layout import (
     stored_bytes,
 )
 from moeinf.runtime.checkpoints.checkpoint import (
+    INTEGER_DTYPE,
     TORCH_DTYPE,
     BadCheckpoint,
     Checkpoint,
@@ -40,8 +41,10 @@ from moeinf.runtime.checkpoints.nvfp4 import NVFP4
 _HEAD = "lm_head.weight"
 _LINEAR_FORMS = {"Q3": "Q4", "Q2": "Q4"}  # every token uses linears, and they are few
 # Tensors that stay float32. The correction bias only chooses experts: in bfloat16 DeepSeek-V3 would
-# choose others. The other two are decay rates: their error accumulates with every token.
-_EXACT = (".e_score_correction_bias", ".A_log", ".dt_bias")
+# choose others. Then come decay rates, whose error accumulates with every token, the weights of
+# hyper-connections, which mix all streams, and DeepSeek-V4's table of experts.
+_HYPER = ("_hc.fn", "_hc.base", "_hc.scale", ".hc_fn", ".hc_base", ".hc_scale")
+_EXACT = (".e_score_correction_bias", ".A_log", ".dt_bias", *_HYPER, ".tid2eid")
 
 
 _FUSED_ROLES: dict[str, tuple[Role, ...]] = {
@@ -207,7 +210,7 @@ class Inventory:
         Quantised formats of GGML do not count.
         """
         tensors = [
-            *self.dense.values(),
+            *(tensor for name, tensor in self.dense.items() if not name.endswith(_EXACT)),
             *(t for parts in self.experts.values() for t in parts.values()),
         ]
         return dtype == "BF16" and any(
@@ -354,5 +357,6 @@ def _check(tensor: SourceTensor, shape: tuple[int, ...]) -> None:
             f"{tensor.path}: {tensor.name!r} is {list(tensor.shape)}, the config says {list(shape)}"
         )
     readable = tensor.dtype in TORCH_DTYPE or tensor.scales is not None or is_ggml(tensor.dtype)
-    if not readable:
+    table = tensor.dtype in INTEGER_DTYPE and tensor.name.endswith(_EXACT)
+    if not (readable or table):
         raise BadCheckpoint(f"{tensor.path}: {tensor.name!r} is {tensor.dtype}, not a float format")

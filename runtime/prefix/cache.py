@@ -172,7 +172,8 @@ class PrefixCache:
         """Add the nodes on disk whose parents are there, too."""
         for key, header in folder.scan():
             parent = self._tree.nodes.get(bytes.fromhex(header.parent), self._tree.root)
-            size = buffer_bytes(self._layout, len(header.tokens), header.snapshot)
+            stop = header.start + len(header.tokens)
+            size = buffer_bytes(self._layout, header.start, stop, header.snapshot)
             if header.start != parent.end or parent.key.hex() != header.parent:
                 continue
             if header.size_bytes != size or (parent.tokens.size % BLOCK):
@@ -190,12 +191,13 @@ class PrefixCache:
         if found is not None:
             self._use((found,))
             return found
-        size = buffer_bytes(self._layout, len(tokens), snapshot)
+        stop = parent.end + len(tokens)
+        size = buffer_bytes(self._layout, parent.end, stop, snapshot)
         if not self._make_room(size, parent.path):
             return None
         if not snapshot:
             self._drop_beginnings(parent, tokens)
-        data = copied_out(state, parent.end, parent.end + len(tokens), snapshot)
+        data = copied_out(state, parent.end, stop, snapshot)
         node = self._tree.add(parent, tokens, snapshot, size)
         node.data = data
         self.bytes_used += size

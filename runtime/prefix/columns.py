@@ -18,10 +18,10 @@ from moeinf.models.layers.kv_cache import CacheLayout, KvCache
 from moeinf.offload.format.direct_io import BLOCK_BYTES
 
 
-def buffer_bytes(layout: CacheLayout, tokens: int, snapshot: bool) -> int:
-    """Return the size of the buffer for so many tokens."""
+def buffer_bytes(layout: CacheLayout, start: int, stop: int, snapshot: bool) -> int:
+    """Return the size of the buffer for the tokens `start` … `stop`."""
     memory = layout.recurrent.slot_bytes if snapshot and layout.recurrent else 0
-    return memory + tokens * layout.bytes_per_token
+    return memory + layout.bytes_of(start, stop)
 
 
 def copied_out(state: KvCache, start: int, stop: int, snapshot: bool) -> Tensor:
@@ -31,7 +31,7 @@ def copied_out(state: KvCache, start: int, stop: int, snapshot: bool) -> Tensor:
     """
     parts = state.memory_at(stop) if snapshot else []
     parts = [*parts, *state.columns(start, stop)]
-    buffer = torch.empty(buffer_bytes(state.layout, stop - start, snapshot), dtype=torch.uint8)
+    buffer = torch.empty(buffer_bytes(state.layout, start, stop, snapshot), dtype=torch.uint8)
     for part, target in zip(parts, _views(buffer, parts), strict=True):
         target.copy_(part)
     return buffer
@@ -40,7 +40,7 @@ def copied_out(state: KvCache, start: int, stop: int, snapshot: bool) -> Tensor:
 class Part(NamedTuple):
     """Where bytes of a buffer go: some heads of a plane, maybe not all of its tokens.
 
-    target: [heads, tokens, width] bytes. held: tokens in the buffer.
+    target: [heads, rows, width] bytes. held: rows in the buffer.
     """
 
     target: NDArray[np.uint8]
@@ -54,9 +54,9 @@ class Part(NamedTuple):
 
     def take(self, data: memoryview) -> None:
         """Copy from the part's bytes. Releases the interpreter, and uses no other thread."""
-        heads, tokens, width = self.target.shape
+        heads, rows, width = self.target.shape
         source = np.frombuffer(data, np.uint8).reshape(heads, self.held, width)
-        np.copyto(self.target, source[:, :tokens])
+        np.copyto(self.target, source[:, :rows])
 
 
 def parts_of(state: KvCache, start: int, tokens: int, held: int) -> list[Part]:
@@ -65,10 +65,12 @@ def parts_of(state: KvCache, start: int, tokens: int, held: int) -> list[Part]:
     They are the columns from `start`. No part is larger than a block of direct I/O.
     """
     found = []
-    for column in state.columns(start, start + tokens):
+    whole = state.layout.rows_of(start, start + held)
+    for column, rows in zip(state.columns(start, start + tokens), whole, strict=True):
         plane = column.view(torch.uint8).numpy()
-        heads = max(1, BLOCK_BYTES // (held * plane.shape[2]))
-        found += [Part(plane[at : at + heads], held) for at in range(0, len(plane), heads)]
+        heads = max(1, BLOCK_BYTES // max(1, rows * plane.shape[2]))
+        steps = range(0, len(plane), heads) if rows else ()
+        found += [Part(plane[at : at + heads], rows) for at in steps]
     return found
 
 
@@ -81,7 +83,7 @@ def parts_of_buffer(buffer: Tensor) -> list[Part]:
 def copy_in(state: KvCache, start: int, tokens: int, buffer: Tensor, held: int) -> None:
     """Write the first `tokens` of the `held` tokens of a buffer into the columns from `start`."""
     data = buffer.numpy().data
-    at = len(data) - held * state.layout.bytes_per_token
+    at = len(data) - state.layout.bytes_of(start, start + held)
     for part in parts_of(state, start, tokens, held):
         part.take(data[at : at + part.size_bytes])
         at += part.size_bytes

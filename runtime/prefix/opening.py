@@ -65,10 +65,11 @@ def _identity(
             layout.planes,
             layout.each,
             layout.indexers,
+            layout.coarse,
             str(layout.dtype),
             layout.form,
         ),
-        "recurrent": layout.recurrent and (layout.recurrent.layers, layout.recurrent.shapes),
+        "recurrent": layout.recurrent and layout.recurrent.stored,
         # longrope rotates a text by other factors where there is room for more.
         "context": None if manifest.usual_context is None else placement.context,
         "threads": placement.threads if config.reproducible else None,

@@ -32,6 +32,7 @@ NAMES += ["qwen3.5-full-first", "granite-shared", "switch", "nllb"]
 NAMES += ["minimax-m2", "qwen3-next", "dots1-window", "ernie4.5", "hunyuan", "exaone", "solar"]
 NAMES += ["lfm2", "mistral4", "laguna", "gemma4", "v32", "glm-dsa", "mimo", "kimi-linear"]
 NAMES += ["granite-hybrid", "nemotron", "nemotron-alone", "glm5-next"]
+NAMES += ["deepseek-v4"]
 Values = dict[str, Any]
 
 

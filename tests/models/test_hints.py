@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from moeinf.models.layers.moe import SparseFfn
+from moeinf.models.layers.routing import HashRouter
 from moeinf.runtime.library.library import DEMO_CHECKPOINT
 from moeinf.runtime.text.tokenizer import Tokenizer
 from tests.fakes import Loaded, WatchedExperts, load_resident
@@ -34,16 +35,20 @@ def test_hints_come_from_the_next_router_and_change_nothing(pair: Pair) -> None:
     assert (prefill == expected[0]).all()
     assert (decode == expected[1]).all()
     ffns = sparse(pair.ours)
-    for seen in asking.passes:
+    for seen, tokens in zip(asking.passes, (pair.ids[:20], pair.ids[20:21]), strict=True):
         assert list(seen.hints) == list(range(1, model.moe.layers))
         for layer, hint in seen.hints.items():
             if model.moe.width:
                 continue  # the experts see a projection of the routers' input
+            router = ffns[layer].router
+            if isinstance(router, HashRouter):  # the hint is exact
+                assert (hint == router.table[tokens]).all()
+                continue
             x, before = seen.inputs[layer - 1], ffns[layer - 1].before
             if before is not None:  # only the experts' input is normed, and routers norm it again
                 x = x / before.weight  # type: ignore[attr-defined]
             with torch.inference_mode():
-                ids, _ = ffns[layer].router(x)
+                ids, _ = router(x)
             assert (hint == ids).all()
     assert all(seen.hints == {} for seen in silent.passes)
 

@@ -16,13 +16,19 @@ from tests.models.test_names import config_of
 from tests.tiny import tiny_config
 
 _DATA = Path(__file__).parents[1] / "data"
-MIMO: dict[str, Any] = json.loads((_DATA / "configs.json").read_text("utf-8"))[
-    "XiaomiMiMo/MiMo-V2-Flash"
-]
+_CONFIGS: dict[str, dict[str, Any]] = json.loads((_DATA / "configs.json").read_text("utf-8"))
+MIMO, DEEPSEEK_V4 = (
+    _CONFIGS[repo] for repo in ("XiaomiMiMo/MiMo-V2-Flash", "deepseek-ai/DeepSeek-V4-Flash")
+)
 KIMI: dict[str, Any] = {
     **json.loads((_DATA / "sizes.json").read_text("utf-8"))["kimi-linear-48b-a3b"],
     "model_max_length": 1048576,
 }
+
+
+def as_transformers(published: dict[str, Any], config_class: str) -> dict[str, Any]:
+    kind = getattr(transformers, config_class)
+    return dict(kind.from_dict(copy.deepcopy(published)).to_dict())
 
 
 @pytest.mark.parametrize(
@@ -31,13 +37,43 @@ KIMI: dict[str, Any] = {
     ids=["mimo", "kimi"],
 )
 def test_published_keys(published: dict[str, Any], config_class: str) -> None:
-    kind = getattr(transformers, config_class)
-    theirs = kind.from_dict(copy.deepcopy(published)).to_dict()
+    theirs = as_transformers(published, config_class)
     family = family_of(published)
     assert family.parse(published) == family.parse(theirs)
     lists = ("layer_types", "mlp_layer_types", "rope_parameters")
     bare = {key: value for key, value in theirs.items() if key not in lists}
     assert family.parse(bare) == family.parse(published)
+
+
+def test_deepseek_v4_flash() -> None:
+    """Facts of the published file: 43 layers, of which the first two have no compressor."""
+    config = family_of(DEEPSEEK_V4).parse(DEEPSEEK_V4)
+    theirs = as_transformers(DEEPSEEK_V4, "DeepseekV4Config")
+    assert family_of(DEEPSEEK_V4).parse(theirs) == config
+    assert [len(config.pools(layer)) for layer in range(6)] == [0, 0, 2, 1, 2, 1]
+    assert [pool.rate for layer in (2, 3) for pool in config.pools(layer)] == [4, 4, 128]
+    assert (len(config.kinds), config.hashed) == (43, (0, 1, 2))
+    assert (config.moe.experts, config.moe.top_k, config.scale) == (256, 6, 1.5)
+    shape, compress = config.attention, config.compress_rope
+    assert (shape.head_dim, shape.rope, shape.window) == (512, 64, 128)
+    assert (config.body.rope.theta, config.body.rope.kind) == (1e4, "default")
+    assert (compress.theta, compress.kind, compress.factor) == (1.6e5, "yarn", 16)
+    assert compress.attention_factor == 1.0
+
+
+def test_deepseek_v4s_names() -> None:
+    """Published names; transformers writes some of them with another beginning."""
+    family, config = config_of("deepseek-v4")
+    for start in ("", "model."):
+        part = family.expert(f"{start}layers.1.ffn.experts.6.w3.weight", config)
+        assert part == ExpertPart(1, 6, "up")
+        assert family.rename(f"{start}layers.0.hc_attn_fn") == "model.layers.0.attn_hc.fn"
+        assert family.rename(f"{start}norm.weight") == "model.norm.weight"
+    assert family.rename("hc_head_scale") == "model.hc_head.hc_scale"
+    assert family.rename("head.weight") == "lm_head.weight"
+    assert family.rename("layers.1.attn.kv_norm.weight") == "model.layers.1.attn.kv_norm.weight"
+    assert family.ignores("mtp.0.ffn.experts.0.w1.weight", config)
+    assert family.expert("mtp.0.ffn.experts.0.w1.weight", config) is None
 
 
 def test_mimo_has_keys_of_its_own() -> None:

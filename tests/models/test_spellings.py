@@ -19,7 +19,7 @@ def old_spelling(values: dict[str, Any]) -> dict[str, Any]:
     for key in ("rope_theta", "partial_rotary_factor"):
         if key in rope:
             old[key] = rope.pop(key)
-    if "full_attention" in rope:
+    if "full_attention" in rope or "main" in rope:
         old["rope_parameters"] = rope  # a section for each kind of layer has one spelling
         return {**old, "torch_dtype": "float32"}
     kind = rope.pop("rope_type", "default")

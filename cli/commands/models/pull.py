@@ -103,9 +103,9 @@ def pull(
     weights and from the recorded use of the model's experts.
 
     Families that run (`model_type` of config.json): arctic, deepseek_v2, deepseek_v3, deepseek_v32,
-    dots1, ernie4_5_moe, exaone_moe, gemma4, gemma4_text, glm4_moe, glm4_moe_lite, glm_moe_dsa,
-    gpt_oss, granitemoe, granitemoehybrid, granitemoeshared, hunyuan_v1_moe, kimi_k2, kimi_k25,
-    kimi_linear, laguna, lfm2_moe, mimo_v2_flash, minimax_m2, mistral3, mistral4, mixtral,
+    deepseek_v4, dots1, ernie4_5_moe, exaone_moe, gemma4, gemma4_text, glm4_moe, glm4_moe_lite,
+    glm_moe_dsa, gpt_oss, granitemoe, granitemoehybrid, granitemoeshared, hunyuan_v1_moe, kimi_k2,
+    kimi_k25, kimi_linear, laguna, lfm2_moe, mimo_v2_flash, minimax_m2, mistral3, mistral4, mixtral,
     nemotron_h, nllb-moe, olmoe, phimoe, qwen2_moe, qwen3_5_moe, qwen3_5_moe_text, qwen3_moe,
     qwen3_next, solar_open, switch_transformers.
 

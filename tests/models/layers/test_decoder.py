@@ -109,6 +109,7 @@ def test_many_rows_of_logits(olmoe: Pair) -> None:
         ("olmoe", 2 * 2 * 4 * 8),
         ("deepseek-lite", 3 * (20 + 8)),
         ("deepseek-v3", 3 * (20 + 8)),
+        ("deepseek-v4", 4 * 20 + 2 * (20 + 12) // 4 + 3),  # rounded up from 2.5
         ("glm4", 3 * 2 * 2 * 12),
         ("arctic", 2 * 2 * 2 * 8),
         ("gpt-oss", 3 * 2 * 2 * 10),

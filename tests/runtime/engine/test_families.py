@@ -29,6 +29,7 @@ CONFIGS += ["exaone", "exaone-groups", "solar", "solar-one-expert", "lfm2", "lfm
 CONFIGS += ["mistral4", "mistral4-groups", "laguna", "laguna-elements", "gemma4"]
 CONFIGS += ["gemma4-own-values"]
 CONFIGS += ["v32", "v32-all-experts", "glm-dsa", "glm-dsa-one-indexer"]
+CONFIGS += ["deepseek-v4", "deepseek-v4-heavy"]
 CONFIGS += ["mimo", "mimo-wide-values", "kimi-linear", "kimi-linear-full-first"]
 CONFIGS += ["granite-hybrid", "granite-hybrid-rope", "nemotron", "nemotron-alone"]
 CONFIGS += ["nemotron-latent", "glm5-next", "glm5-next-shared", "glm5-next-all-experts"]

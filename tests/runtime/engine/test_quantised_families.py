@@ -54,6 +54,7 @@ CONFIGS += ["granite-shared", "qwen2", "qwen3-sparse-step", "qwen3.5"]
 CONFIGS += list(PAIRS)
 BRIEF_TOO = ["minimax-m2", "qwen3-next", "dots1-window", "ernie4.5", "hunyuan", "exaone-groups"]
 BRIEF_TOO += ["solar", "lfm2-biased", "mistral4", "laguna", "gemma4"]
+BRIEF_TOO += ["deepseek-v4"]
 BRIEF_TOO += ["v32-all-experts", "glm-dsa", "mimo", "kimi-linear-full-first"]
 BRIEF_TOO += ["granite-hybrid-rope", "nemotron", "nemotron-latent", "glm5-next"]
 SHALLOW = {  # four layers in all, as deep as the others: T5's unscaled scores add more rounding

@@ -40,6 +40,7 @@ REMEMBERED = {
     "solar": ("solar_open", 2 * 2 * 2 * 12),
     "deepseek-lite": ("deepseek_v2", 3 * (20 + 8)),
     "deepseek-v3": ("deepseek_v3", 3 * (20 + 8)),
+    "deepseek-v4": ("deepseek_v4", 4 * 20 + 2 * (20 + 12) // 4 + 3),  # rounded up from 2.5
     "glm4": ("glm4_moe", 3 * 2 * 2 * 12),
     "glm4-lite": ("glm4_moe_lite", 3 * (20 + 8)),
     "glm5-next": ("glm5_next", 20 + 2 * 14),  # one layer of four, with an indexer
@@ -62,6 +63,8 @@ REMEMBERED = {
 FIXED = {"qwen3.5": 5 * 3 * (4 * 6 * 10 + 3 * (2 * 2 * 6 + 4 * 10))}
 FIXED |= {"qwen3-next": FIXED["qwen3.5"], "lfm2": 5 * 3 * 2 * 36}
 FIXED |= dict.fromkeys(("kimi-linear", "glm5-next"), 5 * 3 * (4 * 6 * 6 + 3 * 3 * 4 * 6))
+# vectors and gates of two windows for both compressors of two layers, and of one in a third
+FIXED |= {"deepseek-v4": 5 * (2 * 8 * 4 * (20 + 12) + 8 * 2 * 20)}
 FIXED |= {"granite-hybrid": 5 * 3 * (4 * 16 * 10 + 3 * (4 * 16 + 2 * 10))}
 FIXED |= {"nemotron": 5 * 2 * (6 * 8 * 10 + 3 * (6 * 8 + 2 * 2 * 10))}
 
