@@ -114,7 +114,9 @@ def _text(values: Mapping[str, Any]) -> Mapping[str, Any]:
 def _bound(values: Mapping[str, Any]) -> float | None:
     """Return the bound of a channel's log-decay; linear_attn_config wins."""
 
-    def read(fields: Fields, there: Mapping[str, Any], name: str, other: float | None) -> Any:
+    def read(
+        fields: Fields, there: Mapping[str, Any], name: str, other: float | None
+    ) -> float | None:
         bound = fields.optional_number(name, low=-1e3, high=0.0)
         return bound if name in there else other
 
