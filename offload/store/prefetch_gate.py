@@ -202,6 +202,10 @@ class Judge:
         self._wait: float | None = None  # for a read of demand; None: as long as it lasts
         self._calls = Calls()
 
+    def starts(self, calls: Calls) -> None:
+        """Leave out the calls so far: those of a prompt run many at a time, and last longer."""
+        self._calls = calls
+
     def measured(self, computing: float, waited: float, calls: Calls, pieces: float) -> None:
         """Add a decode pass: its seconds without waits and in waits, and all calls of the queue.
 
