@@ -182,6 +182,8 @@ class ExpertStore:
         assert not (pieces and self.above), "a device computes one piece"
         self.abandon()
         self._began, self._stalled = 0.0, self.stats.stall_seconds
+        if self._wishes and phase == "decode" and not self.host.decoding:
+            self.host.measure_from_here()
         requests = rows.numpy()
         for tier in self.tiers:
             tier.begin_pass(requests, phase)

@@ -197,6 +197,10 @@ class HostTier:
         for cell in self.table.present():
             policy.admitted(cell)
 
+    def measure_from_here(self) -> None:
+        """Tell the judge that decoding starts."""
+        self.judge.starts(self._transfer.calls())
+
     def measure(self, computing: float) -> None:
         """Tell the judge of wishes about a decode pass: its seconds without waits."""
         self.judge.measured(computing, self._transfer.calls(), self._pieces)

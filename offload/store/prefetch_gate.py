@@ -206,6 +206,10 @@ class Judge:
         self._miss: float | None = None  # seconds that a layer waits for one; None: a read's
         self._calls = Calls()
 
+    def starts(self, calls: Calls) -> None:
+        """Leave out the calls so far: those of a prompt run many at a time, and last longer."""
+        self._calls = calls
+
     def layer(self, misses: int, waited: float) -> None:
         """Add a layer of a decode pass that has waited these seconds for its misses."""
         added = (1.0, misses, misses * misses, waited, misses * waited)

@@ -121,6 +121,17 @@ def test_the_times_are_measured() -> None:
     assert accepted(judge, 0.97)
 
 
+def test_reads_of_a_prompt_are_left_out() -> None:
+    """They run many at a time: decoding starts with its own times."""
+    judge = Judge(10, 4)
+    prompt = Calls(800, 800 * 0.030)
+    judge.starts(prompt)
+    decoded = Calls(prompt.whole + 40, prompt.whole_seconds + 40 * 0.006)
+    judge.measured(0.1, decoded, 8.0)
+    assert judge.times is not None
+    assert judge.times.read == pytest.approx(0.006)
+
+
 def test_pieces_that_wait_as_long_as_whole_reads_are_not_worth_it() -> None:
     """Another program keeps the drive busy. When it has ended, reads ahead are tried again."""
     judge, calls = Judge(4, 4), Calls()
