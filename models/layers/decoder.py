@@ -12,15 +12,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from moeinf.models.base import (
-    Embedding,
-    Experts,
-    Linear,
-    MoeShape,
-    Parts,
-    Phase,
-    State,
-)
+from moeinf.models.base import Embedding, Experts, Linear, MoeShape, Parts, Phase, State
 from moeinf.models.config import (
     MAX_CONTEXT,
     MAX_HEADS,

@@ -167,7 +167,14 @@ MEMORIES = ["100%", "35%", "least"]
 # not know the policy.
 RECURRENT = [("qwen3-next", policy, memory) for policy in table.POLICIES for memory in MEMORIES] + [
     (name, "learned", memory)
-    for name in ("qwen3.5", "lfm2-biased", "kimi-linear-full-first", "nemotron", "glm5-next", "deepseek-v4")
+    for name in (
+        "qwen3.5",
+        "lfm2-biased",
+        "kimi-linear-full-first",
+        "nemotron",
+        "glm5-next",
+        "deepseek-v4",
+    )
     for memory in MEMORIES
 ]
 
