@@ -27,6 +27,7 @@ _GATES = tuple(
     for name in ("mlp.gate", "moe.gate", "gate.wg", "router", "router.proj", "mixer.gate")
 )
 _MIXED = ("mixer.q_proj.weight", "mixer.k_proj.weight", "mixer.v_proj.weight")
+_CENTRED = ("qwen3_5_moe", "qwen3_next", "qwen4_exp")
 _ROUTER_GAIN = 2.5  # so that neither chance nor a single logit chooses the experts
 
 
@@ -55,7 +56,7 @@ def tiny_reference(name: str | Tiny, seed: int = 0) -> Any:
     for parameter_name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=draw)
         parameter.data = _scaled(parameter_name, noise)
-        if _tiny(name).family in ("qwen3_5_moe", "qwen3_next") and _is_centred(parameter_name):
+        if _tiny(name).family in _CENTRED and _is_centred(parameter_name):
             parameter.data -= 1
     for buffer_name, buffer in model.named_buffers():
         if buffer_name.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar")):
@@ -103,7 +104,7 @@ def _copied(value: Any) -> Any:
 
 def _is_centred(name: str) -> bool:
     """Return True if a norm of Qwen3.5 stores its weight minus 1."""
-    return name.endswith("norm.weight") and ".linear_attn." not in name
+    return name.endswith("norm.weight") and not any(x in name for x in (".linear_attn.", "hc_norm"))
 
 
 def _scaled(name: str, noise: Tensor) -> Tensor:

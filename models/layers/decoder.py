@@ -31,6 +31,7 @@ from moeinf.models.config import (
 )
 from moeinf.models.layers.batches import check_batch
 from moeinf.models.layers.half_blocks import FfnBlock, MixerBlock
+from moeinf.models.layers.hyper_connection import StreamBlock
 from moeinf.models.layers.kv_cache import (
     CacheLayout,
     KvCache,
@@ -147,7 +148,8 @@ class Block:
         return x + change if self.residual == 1.0 else x + change * self.residual
 
 
-Layer = Block | ParallelBlock | SandwichBlock | MixerBlock | FfnBlock
+Layer = Block | ParallelBlock | SandwichBlock | MixerBlock | FfnBlock | StreamBlock
+Ahead = Callable[[Tensor, Sequence[Span]], None]  # ids [T] and spans of a pass
 
 
 @dataclass(frozen=True)
@@ -166,6 +168,8 @@ class DecodeStep:
     head: Linear
     cache: CacheLayout
     others: tuple[Rope, ...] = ()  # see PassRows.turned_by
+    streams: int = 1  # of the residual: see hyper_connection.py
+    ahead: tuple[Ahead, ...] = ()  # called when the tokens of a pass are known
 
     def __call__(
         self, ids: Tensor, positions: Tensor, spans: tuple[Span, ...], experts: Experts
@@ -187,10 +191,14 @@ class DecodeStep:
         """
         contexts = [s.cache.capacity for s in spans for _ in range(s.count)]
         others = tuple(rope(positions, contexts) for rope in self.others)
-        rows = PassRows(spans, positions, *self.rope(positions, contexts), others)
+        rows = PassRows(spans, positions, *self.rope(positions, contexts), others, ids=ids)
+        for begin in self.ahead:
+            begin(ids, spans)
         x = self.embedding.rows(ids)
         if self.embedding_scale != 1.0:
             x = x * self.embedding_scale
+        if self.streams > 1:
+            x = x.repeat(1, self.streams)
         if piece is None:
             for block in self.blocks:
                 x = block(x, rows, experts)
@@ -216,12 +224,16 @@ class Decoder:
         more_ropes: Sequence[tuple[RopeConfig, int]] = (),
         planes_of_each: Sequence[Planes] = (),
         indexers: tuple[int, ...] = (),
+        streams: int = 1,
+        ahead: Sequence[Ahead] = (),
+        last: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         """Build the decoder around its blocks.
 
         planes: the planes that attention caches per layer; see kv_cache.py. recurrent: the memory
         of the layers without attention. more_ropes: see PassRows.turned_by. planes_of_each: see
-        CacheLayout.each. indexers: the width of each one's keys.
+        CacheLayout.each. indexers: the width of each one's keys. streams, ahead: see DecodeStep.
+        last: in place of the final norm.
         """
         self.moe = moe
         self.vocab_size = config.vocab
@@ -240,10 +252,12 @@ class Decoder:
             config.embedding_scale,
             Rope(config.rope, rope_dim, embedding.device),
             tuple(parts.tuned(block) for block in _sparse_tuned(blocks, parts)),
-            parts.tuned(_final_norm(config, parts)),
+            parts.tuned(_final_norm(config, parts) if last is None else last),
             parts.linear(head, config.vocab, config.hidden, config.head_bias),
             self._cache,
             tuple(Rope(rope, dim, embedding.device) for rope, dim in more_ropes),
+            streams,
+            tuple(ahead),
         )
         self._decode = parts.tuned(self._body)
         self.kv_bytes_per_token = self._cache.bytes_per_token

@@ -241,6 +241,7 @@ class PassRows:
     sin: Tensor
     others: tuple[tuple[Tensor, Tensor], ...] = ()  # cos and sin of a decoder's further ropes
     chosen: list[Tensor] = field(default_factory=list)  # by an earlier layer: see sparse_mla.py
+    ids: Tensor | None = None  # [T] int64, the tokens; for layers that look something up
 
     def turned_by(self, rope: int) -> PassRows:
         """Return the same rows with the angles of another rope; 0 is the first one."""
@@ -260,6 +261,7 @@ class PassRows:
                     self.cos[at],
                     self.sin[at],
                     tuple((cos[at], sin[at]) for cos, sin in self.others),
+                    ids=None if self.ids is None else self.ids[at],
                 ),
             )
             for at, span in divided(self.spans, tokens)

@@ -31,11 +31,17 @@ _MARGIN = 16  # tokens of a pass after its mark, at least
 
 @dataclass(frozen=True)
 class RecurrentLayout:
-    """A number of layers, each with one float32 tensor of every shape."""
+    """A number of layers, each with one float32 tensor of every shape, then those of `more`."""
 
     layers: int
     shapes: tuple[tuple[int, ...], ...]
     marks: int = 3
+    more: tuple[tuple[tuple[int, ...], ...], ...] = ()  # the shapes of each further memory
+
+    @property
+    def each(self) -> list[tuple[tuple[int, ...], ...]]:
+        """The shapes of every layer, then of every further memory."""
+        return [self.shapes] * self.layers + list(self.more)
 
     @property
     def slots(self) -> int:
@@ -44,7 +50,7 @@ class RecurrentLayout:
     @property
     def slot_bytes(self) -> int:
         """Bytes of the memory after one token."""
-        return self.layers * 4 * sum(math.prod(shape) for shape in self.shapes)
+        return 4 * sum(math.prod(shape) for shapes in self.each for shape in shapes)
 
     @property
     def bytes(self) -> int:
@@ -57,8 +63,8 @@ class RecurrentMemory:
 
     def __init__(self, layout: RecurrentLayout, device: torch.device) -> None:
         self._layout = layout
-        shapes = [(layout.slots, *shape) for shape in layout.shapes]
-        self._tensors = tensors_of_layers([shapes] * layout.layers, torch.float32, device)
+        shapes = [[(layout.slots, *shape) for shape in shapes] for shapes in layout.each]
+        self._tensors = tensors_of_layers(shapes, torch.float32, device)
         self._now: int | None = None  # None: nothing read yet
         self._marks: list[tuple[int, int]] = []  # (tokens, slot), ascending
         self._next = 0
@@ -130,7 +136,7 @@ class RecurrentMemory:
         """Write the memory after the first `count` tokens of the pass, whose steps were kept."""
         assert self._steps is not None
         kept = [step for past, step in self._steps if past < self._past + count]
-        assert len(kept) == count * self._layout.layers, "a layer does not use `run`"
+        assert len(kept) == count * len(self._layout.each), "a layer does not use `run`"
         for step in kept:
             step()
 

@@ -172,6 +172,7 @@ def test_a_pass_that_fails_leaves_everything_as_it_was() -> None:
         "qwen3.5-full-first",
         "kimi-linear",
         "nemotron",
+        "qwen4",
         pytest.param("granite-hybrid", marks=pytest.mark.full),
     ],
 )

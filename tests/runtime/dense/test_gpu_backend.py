@@ -210,7 +210,10 @@ def test_a_layer_launches_a_few_kernels(name: str, tmp_path: Path, fake: Fake) -
     [
         *("olmoe-renormalised", "glm4-head-norms", "deepseek-groups", "gpt-oss", "phimoe"),
         *("qwen3.5", "mimo", "kimi-linear", "granite-hybrid", "nemotron"),
-        *(pytest.param(name, marks=pytest.mark.full) for name in ("gemma4", "v32-one-key")),
+        *(
+            pytest.param(name, marks=pytest.mark.full)
+            for name in ("gemma4", "v32-one-key", "qwen4")
+        ),
     ],
 )
 def test_a_family_decodes_with_kernels_as_with_torch(

@@ -146,7 +146,8 @@ def test_policies_and_memory(
 @pytest.mark.parametrize("memory", ["100%", "35%", "least"])
 @pytest.mark.parametrize("policy", list(table.POLICIES))
 @pytest.mark.parametrize(
-    "name", ["qwen3-next", "qwen3.5", "lfm2-biased", "kimi-linear-full-first", "nemotron"]
+    "name",
+    ["qwen3-next", "qwen3.5", "lfm2-biased", "kimi-linear-full-first", "nemotron", "qwen4"],
 )
 def test_recurrent_layers(
     name: str,
