@@ -88,7 +88,7 @@ class NgramLayer:
         assert rows.ids is not None
         streams = self._shape.streams
         found = self._table.rows(self._wanted(rows.ids, rows.spans).flatten())
-        found = found.to(x).view(len(x), -1)
+        found = found.to(x.device, x.dtype).view(len(x), -1)
         key = self._key_norm(torch.unflatten(self._key(found), -1, (streams.streams, -1)))
         query = self._query_norm(torch.unflatten(x, -1, (streams.streams, -1)))
         gate = (key * query).sum(-1, keepdim=True) / math.sqrt(streams.hidden)
