@@ -183,6 +183,11 @@ def tensors_of(config: Config) -> Iterator[tuple[str, tuple[int, ...]]]:
     parsed, wanted = family.parse(config), WantedParts()
     moe = family.build(parsed, wanted).moe
     yield from wanted.shapes.items()
+    for prefix, (rows, width) in wanted.tables.items():
+        pieces = config.get("split_ngram_parts", 512)
+        for piece in range(pieces):
+            mine = rows * (piece + 1) // pieces - rows * piece // pieces
+            yield f"{prefix}.shard_{piece}.weight", (mine, width)
     sides = (moe.intermediate, moe.hidden)
     place, gate, up, down = _NAMES.get(config["model_type"], _NAMES[""])
     for layer in range(config["num_hidden_layers"]):

@@ -41,6 +41,7 @@ from moeinf.models import (
     qwen3_5_moe,
     qwen3_moe,
     qwen3_next,
+    qwen4_exp,
     solar_open,
 )
 from moeinf.models.base import Family, ModelDataError
@@ -88,6 +89,8 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_5_moe_text": qwen3_5_moe.FAMILY,  # saved without its vision part
     "qwen3_moe": qwen3_moe.FAMILY,
     "qwen3_next": qwen3_next.FAMILY,
+    "qwen4_exp": qwen4_exp.FAMILY,
+    "qwen4_exp_text": qwen4_exp.FAMILY,  # saved without its vision part
     "solar_open": solar_open.FAMILY,
     "switch_transformers": switch_transformers.FAMILY,
 }

@@ -96,6 +96,32 @@ class Embedding:
         return cls(lambda ids: functional.embedding(ids, weight), weight.dtype, weight.device)
 
 
+class Table(Protocol):
+    """Rows of a large table, which may be on disk: a token uses a few of them."""
+
+    def ahead(self, ids: Tensor) -> None:
+        """Start to read rows ids [n] int64 that `rows` will ask for. It changes no result."""
+        ...
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return the rows ids [n] int64 as [n, width], in the dtype and on the device of x."""
+        ...
+
+
+@dataclass(frozen=True)
+class MemoryTable:
+    """A Table in memory: weight [count, width]."""
+
+    weight: Tensor
+
+    def ahead(self, ids: Tensor) -> None:
+        """Do nothing: all rows are here."""
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """See Table."""
+        return functional.embedding(ids, self.weight)
+
+
 class Parts(Protocol):
     """The dense weights of a model, by checkpoint name. The loader decides their form."""
 
@@ -124,6 +150,13 @@ class Parts(Protocol):
         """Return the rows of `prefix`.weight [count, width].
 
         A model with a tied head also asks for the same weight as a linear.
+        """
+        ...
+
+    def table(self, prefix: str, count: int, width: int) -> Table:
+        """Return the rows of `prefix`.weight [count, width], too large for memory.
+
+        A checkpoint may store it in pieces, `prefix`.shard_N.weight.
         """
         ...
 

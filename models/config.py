@@ -65,6 +65,13 @@ class Fields:
             raise self._error(name, value, f"must be a list of integers from {low} to {high}")
         return tuple(value)
 
+    def one_or_more(self, name: str, *, high: int) -> tuple[int, ...]:
+        """Return a list of integers in 0 … high, or the only one; empty when absent."""
+        if isinstance(self._values.get(name), list | tuple):
+            return self.integers(name, high=high)
+        one = self.optional_integer(name, low=0, high=high)
+        return () if one is None else (one,)
+
     def words(self, name: str, *, known: tuple[str, ...], count: int) -> tuple[str, ...] | None:
         """Return a list of `count` of the known words, or None when absent."""
         value = self._values.get(name)

@@ -26,6 +26,7 @@ from moeinf.models.base import (
     MoeShape,
     Parts,
     Piece,
+    Table,
 )
 from moeinf.models.config import MAX_LAYERS, MAX_WIDTH, Fields, require
 from moeinf.models.expert_names import MLP_EXPERTS, known_layer
@@ -88,13 +89,7 @@ class Qwen35MoeConfig:
 
 def parse(values: Mapping[str, Any]) -> Qwen35MoeConfig:
     """See base.Family. The keys of a model with vision are in its text_config."""
-    outer = Fields(values)
-    inner = outer.section("text_config") is not None
-    fields = outer
-    if inner:
-        above = ("tie_word_embeddings", *quantisation.KEYS)
-        both = {**values["text_config"], **{key: values[key] for key in above if key in values}}
-        fields = Fields(both, "config.json: text_config")
+    fields, inner = text_fields(values)
     fields.refuse("attn_output_gate", True)
     fields.refuse("mlp_only_layers", [])
     body = parse_body(fields, default_theta=1e4, default_eps=1e-6, default_partial=0.25)
@@ -115,20 +110,33 @@ def parse(values: Mapping[str, Any]) -> Qwen35MoeConfig:
     )
 
 
+def text_fields(values: Mapping[str, Any]) -> tuple[Fields, bool]:
+    """Return the keys of the text part, and whether they are in the text_config of a model."""
+    outer = Fields(values)
+    if outer.section("text_config") is None:
+        return outer, False
+    above = ("tie_word_embeddings", *quantisation.KEYS)
+    both = {**values["text_config"], **{key: values[key] for key in above if key in values}}
+    return Fields(both, "config.json: text_config"), True
+
+
 def parse_mtp(fields: Fields) -> bool:
     """Return whether the config has one module of multi-token prediction, with our embedding."""
     count = fields.integer("mtp_num_hidden_layers", low=0, high=MAX_LAYERS, default=1)
     return count == 1 and not fields.flag("mtp_use_dedicated_embeddings")
 
 
-def parse_full_layers(fields: Fields, layers: int) -> tuple[int, ...]:
+def parse_full_layers(
+    fields: Fields, layers: int, words: tuple[str, ...] = (_FULL,)
+) -> tuple[int, ...]:
     """Return the layers with full attention.
 
-    layer_types names them. Without it they are every full_attention_interval-th layer.
+    layer_types gives them one of the words. Without it they are every full_attention_interval-th
+    layer.
     """
-    types = fields.words("layer_types", known=(_LINEAR, _FULL), count=layers)
+    types = fields.words("layer_types", known=(_LINEAR, *words), count=layers)
     if types is not None:
-        return tuple(layer for layer, word in enumerate(types) if word == _FULL)
+        return tuple(layer for layer, word in enumerate(types) if word != _LINEAR)
     step = fields.integer("full_attention_interval", high=MAX_LAYERS, default=4)
     return tuple(range(step - 1, layers, step))
 
@@ -136,7 +144,7 @@ def parse_full_layers(fields: Fields, layers: int) -> tuple[int, ...]:
 def build(config: Qwen35MoeConfig, parts: Parts) -> Model:
     """See base.Family."""
     if config.inner:
-        parts = _InnerParts(parts)
+        parts = InnerParts(parts)
     shape, body = config.attention, config.body
     blocks = [_block(config, parts, layer) for layer in range(body.layers)]
     recurrent = body.layers - len(config.full)
@@ -190,7 +198,7 @@ def _attention(config: Qwen35MoeConfig, parts: Parts, layer: int) -> GqaAttentio
     return GqaAttention(before, shape, projections, head_norm("q_norm"), head_norm("k_norm"))
 
 
-class _InnerParts:
+class InnerParts:
     """`Parts` of a model whose text part is one level deeper."""
 
     def __init__(self, parts: Parts) -> None:
@@ -208,6 +216,9 @@ class _InnerParts:
 
     def embedding(self, prefix: str, count: int, width: int) -> Embedding:
         return self._parts.embedding(_stored(prefix), count, width)
+
+    def table(self, prefix: str, count: int, width: int) -> Table:
+        return self._parts.table(_stored(prefix), count, width)
 
 
 def _stored(name: str) -> str:

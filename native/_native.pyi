@@ -284,6 +284,19 @@ class CopyQueue:
         `crc32c` every read is checked against it. Sources live as long as the queue.
         """
 
+    def replace_sources(
+        self,
+        sources: Sequence[int],
+        paths: Sequence[str | bytes | os.PathLike[str]],
+        offsets: Sequence[int],
+        bytes: int,
+    ) -> None:
+        """Make sources other ranges of files, of `bytes` each, unchecked. No slot holds them then.
+
+        All are replaced, or an exception tells that none is: as `add_source`, IndexError for an
+        unknown id, RuntimeError while one is read or waits to be read.
+        """
+
     def submit(self, source: int, slot: int, priority: float) -> int:
         """Queue a read of `source` into `slot` and return its ticket; larger is more urgent.
 

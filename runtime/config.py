@@ -260,6 +260,7 @@ def _memory(text: str) -> MemorySize:
         raise InvalidValue(f"MOEINF_MEMORY: {error}") from error
 
 
+TABLE_BYTES = 64 << 20
 Q2_ON_MISS = 0.6  # the default of --experts q2-on-miss
 
 
@@ -292,6 +293,7 @@ class EngineConfig:
     prefix     keep the KV of ended requests (runtime/prefix); None: do not
     speculation  check tokens that the text itself suggests, several in a pass (runtime/generation/
                lookup.py); the answer is the same without
+    table_bytes  RAM for tables whose rows are on disk (offload/store/table_cache.py), all together
     draft      another model with the same vocabulary, which suggests tokens, too
     mtp        let the model's layers for multi-token prediction suggest them, without `draft`
     """
@@ -312,6 +314,7 @@ class EngineConfig:
     cache_aware: float = 0.0
     q2_on_miss: float | None = None
     kv: Kv = "full"
+    table_bytes: int = TABLE_BYTES
     libcuda: str | None = None
     window: int | None = None
     reproducible: bool = False

@@ -20,12 +20,14 @@ from moeinf.models.base import (
     Family,
     KvForm,
     Linear,
+    MemoryTable,
     Model,
     ModelDataError,
     Pending,
     Phase,
     Piece,
     Role,
+    Table,
 )
 from moeinf.models.layers.moe import ResidentExperts
 from moeinf.offload.store.prefetch_gate import Calls
@@ -57,6 +59,18 @@ class DictParts:
 
     def embedding(self, prefix: str, count: int, width: int) -> Embedding:
         return Embedding.of(self.tensor(f"{prefix}.weight", count, width))
+
+    def table(self, prefix: str, count: int, width: int) -> Table:
+        """Return the rows of all pieces, in the order of their numbers."""
+        start = f"{prefix}.shard_"
+        names = [name for name in self._tensors if name.startswith(start)]
+        names.sort(key=lambda name: int(name.removeprefix(start).removesuffix(".weight")))
+        if not names:
+            return MemoryTable(self.tensor(f"{prefix}.weight", count, width))
+        self.used |= set(names)
+        whole = torch.cat([self._tensors[name] for name in names])
+        assert whole.shape == (count, width)
+        return MemoryTable(whole)
 
     def tuned(self, piece: Piece) -> Piece:
         return piece

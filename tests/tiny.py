@@ -28,6 +28,7 @@ _GATES = tuple(
     for name in ("mlp.gate", "moe.gate", "gate.wg", "router", "router.proj", "mixer.gate")
 )
 _MIXED = ("mixer.q_proj.weight", "mixer.k_proj.weight", "mixer.v_proj.weight")
+_CENTRED = ("qwen3_5_moe", "qwen3_next", "qwen4_exp")
 _ROUTER_GAIN = 2.5  # so that neither chance nor a single logit chooses the experts
 
 
@@ -56,7 +57,7 @@ def tiny_reference(name: str | Tiny, seed: int = 0) -> Any:
     for parameter_name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=draw)
         parameter.data = _scaled(parameter_name, noise)
-        if _tiny(name).family in ("qwen3_5_moe", "qwen3_next") and _is_centred(parameter_name):
+        if _tiny(name).family in _CENTRED and _is_centred(parameter_name):
             parameter.data -= 1
         if _tiny(name).family == "glm5_next" and ".mlp." in parameter_name:
             parameter.data *= _beyond(parameter_name)
@@ -114,7 +115,7 @@ def _copied(value: Any) -> Any:
 
 def _is_centred(name: str) -> bool:
     """Return True if a norm of Qwen3.5 stores its weight minus 1."""
-    return name.endswith("norm.weight") and ".linear_attn." not in name
+    return name.endswith("norm.weight") and not any(x in name for x in (".linear_attn.", "hc_norm"))
 
 
 def _beyond(name: str) -> float:

@@ -229,6 +229,26 @@ def qwen3_next(**settings: Any) -> Tiny:
     return Tiny("qwen3_next", "Qwen3NextConfig", {**sizes, **settings})
 
 
+def qwen4(**settings: Any) -> Tiny:
+    more = {
+        "hc_lowrank": 7,
+        "ple_layer_ids": [1],
+        "ple_embed_dim": 20,
+        "heads_per_ngram": 2,
+        "ngram_vocab_size_base": 50,
+        "make_ngram_vocab_size_divisible_by": 8,
+        "split_ngram_parts": 4,
+        "eos_token_id": 5,
+        "indexer_n_heads": 5,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+        "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25},
+    }
+    return Tiny("qwen4_exp", "Qwen4ExpTextConfig", {**qwen35().settings, **more, **settings})
+
+
 def dots1(**settings: Any) -> Tiny:
     sizes = {**glm4().settings, "n_shared_experts": 2, "norm_topk_prob": True}
     return Tiny("dots1", "Dots1Config", {**sizes, "first_k_dense_replace": 1, **settings})

@@ -38,6 +38,7 @@ def plan_document(
         "kv_bytes": placement.kv_bytes,
         "scratch_bytes": placement.scratch_bytes,
         "prefix_bytes": placement.prefix_bytes,
+        "table_bytes": placement.table_bytes,
         "draft_bytes": placement.draft_bytes,
         "needed_ram_bytes": placement.peak_bytes,
         "disk_bytes": found.model_bytes,

@@ -112,10 +112,19 @@ def _memory(found: Outlook, sizes: str) -> list[tuple[str, str]]:
         ("dense weights", size(placement.dense_bytes)),
         ("KV cache", f"{size(placement.kv_bytes)} for {placement.context} tokens{form}"),
         ("prefix cache", f"at most {size(placement.prefix_bytes)}"),
+        *_tables(found),
         *_draft(placement),
         ("scratch", f"at most {size(placement.scratch_bytes)}"),
         ("threads", str(placement.threads)),
     ]
+
+
+def _tables(found: Outlook) -> list[tuple[str, str]]:
+    size = sum(table.disk_bytes for table in found.manifest.tables)
+    if not size:
+        return []
+    cached = format_bytes(found.placement.table_bytes)
+    return [("tables on disk", f"{format_bytes(size)}, with {cached} of RAM for their rows")]
 
 
 def _draft(placement: Placement) -> list[tuple[str, str]]:

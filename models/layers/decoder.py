@@ -6,7 +6,7 @@ A family's file builds the blocks. Experts are used only through the `Experts` s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
@@ -24,6 +24,7 @@ from moeinf.models.config import (
 from moeinf.models.layers.batches import check_batch
 from moeinf.models.layers.half_blocks import FfnBlock, MixerBlock
 from moeinf.models.layers.hyper_block import HyperBlock
+from moeinf.models.layers.hyper_connection import StreamBlock
 from moeinf.models.layers.kv_cache import (
     CacheLayout,
     KvCache,
@@ -33,13 +34,13 @@ from moeinf.models.layers.kv_cache import (
     Span,
     divided,
 )
-from moeinf.models.layers.moe import Router, SparseFfn, one_pass
+from moeinf.models.layers.moe import SparseFfn, one_pass
 from moeinf.models.layers.norms import RmsNorm, WideRmsNorm, centred_norm, layer_norm
 from moeinf.models.layers.parallel_block import ParallelBlock
 from moeinf.models.layers.recurrent import RecurrentLayout
 from moeinf.models.layers.rope import Rope, RopeConfig, parse_rope
-from moeinf.models.layers.routing import HashRouter
 from moeinf.models.layers.sandwich_block import SandwichBlock
+from moeinf.models.layers.tuning import tuned_blocks
 from moeinf.models.quantisation import refuse_quantised
 
 _HEAD_ROWS = 64  # rows of logits computed at once
@@ -141,8 +142,9 @@ class Block:
         return x + change if self.residual == 1.0 else x + change * self.residual
 
 
+Ahead = Callable[[Tensor, Sequence[Span]], None]  # ids [T] and spans of a pass
 Watcher = Callable[[Sequence[tuple[Sequence[int], State]], Tensor], None]  # before the last norm
-Layer = Block | ParallelBlock | SandwichBlock | HyperBlock | MixerBlock | FfnBlock
+Layer = Block | ParallelBlock | SandwichBlock | HyperBlock | StreamBlock | MixerBlock | FfnBlock
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,7 @@ class DecodeStep:
     cache: CacheLayout
     others: tuple[Rope, ...] = ()  # see PassRows.turned_by
     streams: int = 0  # of hyper-connections: hidden states are [T, streams, D]; 0: they are [T, D]
+    ahead: tuple[Ahead, ...] = ()  # called when the tokens of a pass are known
 
     def __call__(
         self, ids: Tensor, positions: Tensor, spans: tuple[Span, ...], experts: Experts
@@ -192,6 +195,8 @@ class DecodeStep:
         others = tuple(rope(positions, contexts) for rope in self.others)
         angles = self.rope(positions, contexts)
         rows = PassRows(spans, positions, *angles, others, token_ids=ids)
+        for begin in self.ahead:
+            begin(ids, spans)
         x = self.embedded(ids)
         if piece is None:
             for block in self.blocks:
@@ -221,13 +226,15 @@ class Decoder:
         coarse: tuple[tuple[int, int], ...] = (),
         streams: int = 0,
         head: Callable[[Tensor], Tensor] | None = None,
+        ahead: Sequence[Ahead] = (),
+        last: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         """Build the decoder around its blocks.
 
         planes: the planes that attention caches per layer; see kv_cache.py. recurrent: the memory
         of the layers without attention. more_ropes: see PassRows.turned_by. planes_of_each: see
-        CacheLayout.each. indexers, coarse: see there. streams: see DecodeStep. head: collapses the
-        streams before the final norm.
+        CacheLayout.each. indexers, coarse: see there. streams, ahead: see DecodeStep. head:
+        collapses the streams before the final norm. last: in place of the final norm.
         """
         self.moe = moe
         self.vocab_size = config.vocab
@@ -246,11 +253,12 @@ class Decoder:
             config.embedding_scale,
             Rope(config.rope, rope_dim, embedding.device),
             tuned_blocks(blocks, parts),
-            _after(head, parts.tuned(_final_norm(config, parts))),
+            _after(head, parts.tuned(_final_norm(config, parts) if last is None else last)),
             parts.linear(table, config.vocab, config.hidden, config.head_bias),
             self._cache,
             tuple(Rope(rope, dim, embedding.device) for rope, dim in more_ropes),
             streams,
+            tuple(ahead),
         )
         self._decode = parts.tuned(self.body)
         self.watcher: Watcher | None = None  # sees the states [T, D] of every pass; not on a GPU
@@ -345,50 +353,6 @@ def _after(
     head: Callable[[Tensor], Tensor] | None, norm: Callable[[Tensor], Tensor]
 ) -> Callable[[Tensor], Tensor]:
     return norm if head is None else lambda x: norm(head(x))
-
-
-def _sparse(block: Layer) -> SparseFfn | None:
-    """Return the block's experts; None: it has none."""
-    ffn = None if isinstance(block, MixerBlock) else block.ffn
-    return ffn if isinstance(ffn, SparseFfn) else None
-
-
-def _with(block: Layer, ffn: SparseFfn) -> Layer:
-    assert not isinstance(block, MixerBlock)
-    return replace(block, ffn=ffn)
-
-
-def _tuned(block: Layer, parts: Parts) -> Layer:
-    """Return the block with its norms and its router tuned by the loader."""
-    names = [field.name for field in fields(block) if field.name.endswith("_norm")]
-    block = replace(block, **{name: parts.tuned(getattr(block, name)) for name in names})
-    sparse = _sparse(block)
-    if sparse is None:
-        return block
-    return _with(block, replace(sparse, router=parts.tuned(sparse.router)))
-
-
-def _looking_ahead(blocks: Sequence[Layer]) -> tuple[Layer, ...]:
-    """Give every MoE layer the router of the next one, so that it can hint."""
-    linked: list[Layer] = []
-    router: Router | HashRouter | None = None
-    for block in reversed(blocks):
-        sparse = _sparse(block)
-        if sparse is not None:
-            following, router = router, sparse.router
-            block = _with(block, replace(sparse, ahead=following))
-        linked.append(block)
-    return tuple(reversed(linked))
-
-
-def tuned_blocks(blocks: Sequence[Layer], parts: Parts) -> tuple[Layer, ...]:
-    """Let the loader tune the parts of blocks, then MoE layers, then blocks; hints keep routers."""
-    linked = _looking_ahead([_tuned(block, parts) for block in blocks])
-    tuned = [
-        block if (sparse := _sparse(block)) is None else _with(block, parts.tuned(sparse))
-        for block in linked
-    ]
-    return tuple(parts.tuned(block) for block in tuned)
 
 
 def ignores_buffers(name: str, config: HasBody) -> bool:

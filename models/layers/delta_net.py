@@ -171,9 +171,10 @@ class DeltaNet:
         parts: Parts,
         prefix: str,
         inputs: Callable[[DeltaShape, int, Parts, str], Inputs] = split_inputs,
+        gate: Callable[[Tensor], Tensor] = functional.silu,
     ) -> None:
         heads = shape.value_heads
-        self._value_dim, self._eps = shape.value_dim, eps
+        self._value_dim, self._eps, self._gate = shape.value_dim, eps, gate
         self._inputs = inputs(shape, hidden, parts, prefix)
         self._out: Linear = parts.linear(f"{prefix}.out_proj", hidden, shape.values)
         conv = parts.tensor(f"{prefix}.conv1d.weight", shape.channels, 1, shape.kernel)
@@ -193,11 +194,11 @@ class DeltaNet:
         return self._out(out)
 
     def _gated(self, values: Tensor, z: Tensor) -> Tensor:
-        """Return the RMSNorm of each head's values [T, H·dv], times silu(z)."""
+        """Return the RMSNorm of each head's values [T, H·dv], times gate(z)."""
         wide = torch.unflatten(values.float(), -1, (-1, self._value_dim))
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._eps)
         normed = (self._norm * wide.to(self._norm.dtype)).flatten(1)
-        return (normed * functional.silu(z.float())).to(z.dtype)
+        return (normed * self._gate(z.float())).to(z.dtype)
 
 
 def delta_rule(

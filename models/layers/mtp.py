@@ -22,11 +22,12 @@ import torch
 from torch import Tensor
 
 from moeinf.models.base import ExpertPart, Experts, Family, FusedPart, Linear, MoeShape, Parts
-from moeinf.models.layers.decoder import Block, BodyConfig, Layer, tuned_blocks
+from moeinf.models.layers.decoder import Block, BodyConfig, Layer
 from moeinf.models.layers.kv_cache import CacheLayout, KvCache, PassRows, Span
 from moeinf.models.layers.moe import one_pass
 from moeinf.models.layers.norms import RmsNorm, WideRmsNorm, centred_norm
 from moeinf.models.layers.rope import Rope
+from moeinf.models.layers.tuning import tuned_blocks
 
 Norm = RmsNorm | WideRmsNorm
 _SINGLE_ROWS = 16  # in a pass of more, attention computes many rows at once

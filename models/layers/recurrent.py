@@ -31,17 +31,18 @@ _MARGIN = 16  # tokens of a pass after its mark, at least
 
 @dataclass(frozen=True)
 class RecurrentLayout:
-    """A number of layers, each with one float32 tensor of every shape."""
+    """A number of layers, each with one float32 tensor of every shape, then those of `more`."""
 
     layers: int
     shapes: tuple[tuple[int, ...], ...]  # of a layer, unless `each` has its own
     marks: int = 3
     each: tuple[tuple[tuple[int, ...], ...], ...] = ()  # of every layer, where layers differ
+    more: tuple[tuple[tuple[int, ...], ...], ...] = ()  # of each further memory
 
     @property
     def stored(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """The shapes of every layer."""
-        return self.each or (self.shapes,) * self.layers
+        """The shapes of every layer, then of every further memory."""
+        return (self.each or (self.shapes,) * self.layers) + self.more
 
     @property
     def slots(self) -> int:
@@ -141,7 +142,7 @@ class RecurrentMemory:
         """Write the memory after the first `count` tokens of the pass, whose steps were kept."""
         assert self._steps is not None
         kept = [step for past, step in self._steps if past < self._past + count]
-        assert len(kept) == count * self._layout.layers, "a layer does not use `run`"
+        assert len(kept) == count * len(self._layout.stored), "a layer does not use `run`"
         for step in kept:
             step()
 

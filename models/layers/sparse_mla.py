@@ -55,7 +55,7 @@ class SparseMlaAttention:
         out = q.new_empty(len(q), shape.heads * shape.value)
         if near:
             at = as_index([row for s in near for row in range(s.rows.start, s.rows.stop)])
-            out[at] = self._dense.core(q[at], latent[at], _only(near, at, rows))
+            out[at] = self._dense.core(q[at], latent[at], only(near, at, rows))
         self._gathered(q, latent, rows, far, chosen, out.view(len(q), shape.heads, -1))
         return self._dense.o(out)
 
@@ -102,7 +102,7 @@ def divided_at(spans: Sequence[Span], top: int) -> tuple[list[Span], list[Span]]
     return near, far
 
 
-def _only(spans: Sequence[Span], at: slice | list[int], rows: PassRows) -> PassRows:
+def only(spans: Sequence[Span], at: slice | list[int], rows: PassRows) -> PassRows:
     """Return some spans as a pass of their own; at: their rows."""
     found, start = [], 0
     for span in spans:

@@ -180,6 +180,15 @@ void bind_copy_queue(py::module_& m) {
                                std::optional<std::uint32_t> crc32c) {
         return queue->add_source({path.native(), offset, bytes, crc32c});
     };
+    const auto replace_sources = [](CopyQueue& queue, const std::vector<SourceId>& ids,
+                                    const std::vector<std::filesystem::path>& paths,
+                                    const std::vector<std::uint64_t>& offsets, std::size_t bytes) {
+        if (paths.size() != offsets.size()) throw std::invalid_argument("as many paths as offsets");
+        std::vector<Source> sources;
+        for (std::size_t i = 0; i < paths.size(); ++i)
+            sources.push_back({paths[i].native(), offsets[i], bytes, std::nullopt});
+        queue->replace_sources(ids, sources);
+    };
     const auto submit = [](CopyQueue& queue, SourceId source, std::size_t slot, double priority) {
         return queue->submit(source, slot, priority);
     };
@@ -200,6 +209,8 @@ void bind_copy_queue(py::module_& m) {
              py::arg("busy") = kMaxReaders, py::arg("piece_bytes") = kPieceBytes)
         .def("add_source", add_source, py::arg("path"), py::arg("offset"), py::arg("bytes"),
              py::arg("crc32c") = py::none())
+        .def("replace_sources", replace_sources, py::arg("sources"), py::arg("paths"),
+             py::arg("offsets"), py::arg("bytes"))
         .def("submit", submit, py::arg("source"), py::arg("slot"), py::arg("priority"))
         .def("submit_many", submit_many, py::arg("sources"), py::arg("slots"), py::arg("priority"))
         .def(

@@ -31,7 +31,8 @@
 //   slots_   slot -> { owner: the ticket that may write it, or 0; holds: the source whose bytes
 //            are in it, or kNothing }. holds is cleared when a read begins and set when it is
 //            DONE; any other writer of a slot calls invalidate()
-//   sources_ only grows, and a deque never moves its elements: readers use them unlocked
+//   sources_ only grows, and a deque never moves its elements: readers use them unlocked. One is
+//            replaced only while no ticket of it is queued or runs
 //
 // Order. queue_ sorts by priority, larger first, then by ticket, older first: FIFO among equals.
 // Demand (kDemand, the largest double) is taken before any speculation, even earlier speculation.
@@ -206,6 +207,11 @@ class CopyQueueCore {
     // are 0 or more than a slot.
     SourceId add_source(Source source);
 
+    // Replaces sources, so that no slot holds them. Replaces all, or throws and changes nothing:
+    // as add_source, std::invalid_argument (lengths that differ), std::out_of_range (an id), and
+    // std::logic_error (a queued, running or hung read of one).
+    void replace_sources(std::span<const SourceId> ids, std::span<const Source> sources);
+
     // Returns one ticket for each, or kResident where the slot holds that source. Submits all, or
     // throws and submits nothing. Throws std::out_of_range (source, slot), std::invalid_argument
     // (a NaN priority, lengths that differ), std::logic_error (a duplicate slot, a slot with a live
@@ -322,6 +328,7 @@ class CopyQueueCore {
     void transfer(const Source& source, std::size_t slot, std::size_t most, Transfer& so_far) noexcept;
     FailurePtr make_failure(Failure failure) const;
     FailurePtr internal_failure(const char* what) noexcept;
+    void check(const Source& source) const;
     void check(SourceId source, std::size_t slot) const;
     Record* find(Ticket ticket);
     Record& find_waitable(Ticket ticket);

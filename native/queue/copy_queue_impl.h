@@ -10,7 +10,7 @@
 
 namespace moeinf {
 
-MOEINF_QUEUE SourceId MOEINF_CORE::add_source(Source source) {
+MOEINF_QUEUE void MOEINF_CORE::check(const Source& source) const {
     constexpr std::uint64_t kMaxOffset = std::numeric_limits<std::int64_t>::max();
     if (source.offset % kPageBytes != 0)
         throw std::invalid_argument("offset " + std::to_string(source.offset) +
@@ -20,9 +20,40 @@ MOEINF_QUEUE SourceId MOEINF_CORE::add_source(Source source) {
                                     std::to_string(shape_.slot_bytes));
     if (source.offset > kMaxOffset - shape_.slot_bytes)
         throw std::invalid_argument("offset " + std::to_string(source.offset) + " is too large");
+}
+
+MOEINF_QUEUE SourceId MOEINF_CORE::add_source(Source source) {
+    check(source);
     const Lock lock(mutex_);
     sources_.push_back(std::move(source));
     return sources_.size() - 1;
+}
+
+MOEINF_QUEUE void MOEINF_CORE::replace_sources(std::span<const SourceId> ids,
+                                               std::span<const Source> sources) {
+    if (ids.size() != sources.size())
+        throw std::invalid_argument(std::to_string(sources.size()) + " sources for " +
+                                    std::to_string(ids.size()) + " ids");
+    std::vector<Source, Of<Source>> made(sources.begin(), sources.end(), allocator_);
+    for (const Source& source : made) check(source);
+    const Lock lock(mutex_);
+    const auto named = [&](SourceId id) {
+        return std::find(ids.begin(), ids.end(), id) != ids.end();
+    };
+    const auto refuse = [](SourceId id, Ticket ticket) {
+        throw std::logic_error("source " + std::to_string(id) + " belongs to live ticket " +
+                               std::to_string(ticket));
+    };
+    for (const SourceId id : ids)
+        if (id >= sources_.size()) throw std::out_of_range("no source " + std::to_string(id));
+    for (const Place& place : queue_)
+        if (const Record& record = records_.find(place.ticket)->second; named(record.source))
+            refuse(record.source, place.ticket);
+    for (const Running& running : running_)  // hung ones too: their threads read the source
+        if (running.ticket != 0 && named(running.source)) refuse(running.source, running.ticket);
+    for (Slot& slot : slots_)
+        if (slot.holds != kNothing && named(slot.holds)) slot.holds = kNothing;
+    for (std::size_t i = 0; i < ids.size(); ++i) std::swap(sources_[ids[i]], made[i]);
 }
 
 MOEINF_QUEUE void MOEINF_CORE::check(SourceId source,

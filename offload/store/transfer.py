@@ -1,4 +1,4 @@
-"""Read experts from their shards into slots. Only this module imports the native copy queue.
+"""Read experts and blocks of tables into slots. Only this module imports the native copy queue.
 
 Does not know which experts are needed, nor which are evicted.
 """
@@ -160,3 +160,33 @@ class Transfer:
 
     def close(self) -> None:
         self._queue.close()
+
+
+class BlockReads:
+    """Reads blocks of equal size from any files into the slots of `pool`, several at a time."""
+
+    def __init__(self, pool: SlotPool, *, readers: int, direct_io: bool) -> None:
+        """Open the queue. Slot n has the source n, which moves with every read."""
+        self._queue = CopyQueue(pool, readers=readers, direct=direct_io, max_open_files=1024)
+        self._bytes = pool.slot_bytes
+        for _ in range(pool.slots):
+            self._queue.add_source("", 0, pool.slot_bytes)
+
+    def start(self, slots: list[int], paths: list[str], offsets: list[int]) -> list[int]:
+        """Queue a read into each slot; return its ticket."""
+        self._queue.replace_sources(slots, paths, offsets, self._bytes)
+        return self._queue.submit_many(slots, slots, DEMAND)
+
+    def wait(self, ticket: int) -> None:
+        """Return when the block is in its slot. Raises OSError."""
+        self._queue.wait(ticket)
+
+    def abandon(self, ticket: int) -> None:
+        """Cancel a ticket and wait until it has ended; only a hung read may still write."""
+        self._queue.cancel(ticket)
+        with suppress(OSError, RuntimeError):  # failed, or cancelled
+            self._queue.wait(ticket)
+
+    def may_write(self, slot: int) -> bool:
+        """Return True if a read that hangs may still write into the slot."""
+        return not self._queue.can_submit(slot)

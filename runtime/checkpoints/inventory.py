@@ -13,7 +13,17 @@ import torch
 from torch import Tensor
 
 from moeinf.models import Family, ModelDataError
-from moeinf.models.base import Embedding, FusedPart, KvForm, Linear, MoeShape, Piece, Role
+from moeinf.models.base import (
+    Embedding,
+    FusedPart,
+    KvForm,
+    Linear,
+    MemoryTable,
+    MoeShape,
+    Piece,
+    Role,
+    Table,
+)
 from moeinf.native import SHARD_DATA_OFFSET
 from moeinf.offload.format.layout import (
     ITEM_BYTES,
@@ -25,6 +35,7 @@ from moeinf.offload.format.layout import (
     plain_form,
     stored_bytes,
 )
+from moeinf.offload.format.row_table import RowTable
 from moeinf.runtime.checkpoints.checkpoint import (
     INTEGER_DTYPE,
     TORCH_DTYPE,
@@ -37,6 +48,7 @@ from moeinf.runtime.checkpoints.fused_experts import MXFP4
 from moeinf.runtime.checkpoints.ggml import dtype_of, is_ggml
 from moeinf.runtime.checkpoints.joining import joined
 from moeinf.runtime.checkpoints.nvfp4 import NVFP4
+from moeinf.runtime.checkpoints.table_pieces import in_order, piece_of
 
 _HEAD = "lm_head.weight"
 _LINEAR_FORMS = {"Q3": "Q4", "Q2": "Q4"}  # every token uses linears, and they are few
@@ -62,6 +74,7 @@ class WantedParts:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.tensors: set[str] = set()  # requested by `tensor`: never quantised
         self.embeddings: set[str] = set()
+        self.tables: dict[str, tuple[int, int]] = {}  # rows and width, by the weight's prefix
         self.kv: KvForm = kv
 
     def tensor(self, name: str, *shape: int) -> Tensor:
@@ -82,6 +95,10 @@ class WantedParts:
         self.embeddings.add(f"{prefix}.weight")
         weight = torch.empty(count, width, device="meta")
         return Embedding.of(weight)
+
+    def table(self, prefix: str, count: int, width: int) -> Table:
+        self.tables[prefix] = (count, width)
+        return MemoryTable(torch.empty(count, width, device="meta"))
 
     def tuned(self, piece: Piece) -> Piece:
         return piece
@@ -114,7 +131,8 @@ class Forms:
 class Inventory:
     """The dense tensors and the experts of a checkpoint that its family needs.
 
-    forms: the formats of single tensors, see Forms. Raises BadCheckpoint if they do not suit the
+    forms: the formats of single tensors, see Forms. tables: the tensors of each table (base.Table),
+    in order. Raises BadCheckpoint if they do not suit the
     tensors.
     """
 
@@ -133,6 +151,7 @@ class Inventory:
     forms: Forms = Forms()
     mtp: Inventory | None = None  # the modules of multi-token prediction, as a model of their own
     mtp_dtype: str = ""  # their format; empty: the model's
+    tables: Mapping[str, tuple[SourceTensor, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if problem := self._problem_of_forms():
@@ -179,7 +198,18 @@ class Inventory:
     def weight_bytes(self, dtype: str) -> int:
         """Return the bytes of all weights in the format `dtype`."""
         expert_bytes = sum(layout.data_bytes for layout in self.expert_layouts(dtype))
-        return self.dense_bytes(dtype) + expert_bytes
+        return self.dense_bytes(dtype) + expert_bytes + self._tables_bytes(dtype)
+
+    def row_tables(self, dtype: str) -> tuple[RowTable, ...]:
+        """Return the tables in a model of format `dtype`: Q8 in a tiled one."""
+        form: Any = "Q8" if is_tiled(dtype) else dtype
+        return tuple(
+            RowTable(name, parts[0].shape[1], form, tuple(part.shape[0] for part in parts))
+            for name, parts in self.tables.items()
+        )
+
+    def _tables_bytes(self, dtype: str) -> int:
+        return sum(table.disk_bytes for table in self.row_tables(dtype))
 
     def expert_layouts(self, dtype: str) -> list[ExpertLayout]:
         """Return the layout of every expert, by cell, in a model of format `dtype`."""
@@ -199,7 +229,8 @@ class Inventory:
         The modules of `mtp` are included.
         """
         more = 0 if self.mtp is None else self.mtp.disk_bytes(self.mtp_dtype or dtype)
-        return more + self.weight_bytes(dtype) + (len(self.experts) + 1) * 2 * SHARD_DATA_OFFSET
+        files = len(self.experts) + 1 + sum(map(len, self.tables.values()))
+        return more + self.weight_bytes(dtype) + files * 2 * SHARD_DATA_OFFSET
 
     def kv_bytes_per_token(self, dtype: str) -> int:
         return self.kv_items_per_token * ITEM_BYTES[plain_form(dtype)]
@@ -212,6 +243,7 @@ class Inventory:
         tensors = [
             *(tensor for name, tensor in self.dense.items() if not name.endswith(_EXACT)),
             *(t for parts in self.experts.values() for t in parts.values()),
+            *(t for parts in self.tables.values() for t in parts),
         ]
         return dtype == "BF16" and any(
             tensor.dtype not in ("BF16", MXFP4) and not is_ggml(tensor.dtype) for tensor in tensors
@@ -260,6 +292,7 @@ def _taken(family: Family, config: Any, checkpoint: Checkpoint) -> Inventory:
     dense: dict[str, SourceTensor] = {}
     experts: dict[ExpertKey, dict[str, SourceTensor]] = {}
     unused: list[str] = []
+    tables: dict[str, dict[int, SourceTensor]] = {prefix: {} for prefix in wanted.tables}
     for name, tensor in joined(checkpoint, lambda name: family.ignores(name, config)).items():
         fused = family.fused(name, config)
         if fused is not None:
@@ -270,6 +303,9 @@ def _taken(family: Family, config: Any, checkpoint: Checkpoint) -> Inventory:
         if part is not None:
             _check(tensor, model.moe.parts[part.role])
             experts.setdefault(ExpertKey(part.layer, part.expert), {})[part.role] = tensor
+        elif (mine := piece_of(name, tables)) is not None:
+            _check(tensor, (*tensor.shape[:1], wanted.tables[mine.table][1]))
+            tables[mine.table][mine.number] = tensor
         elif (known := family.rename(name)) in wanted.shapes:
             _check(tensor, wanted.shapes[known])
             dense[known] = tensor
@@ -313,6 +349,7 @@ def _taken(family: Family, config: Any, checkpoint: Checkpoint) -> Inventory:
         tileable,
         frozenset(wanted.embeddings),
         unused,
+        tables={name: in_order(name, wanted.tables[name][0], p) for name, p in tables.items()},
     )
 
 

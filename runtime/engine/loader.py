@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import cast
@@ -13,10 +13,12 @@ from torch import Tensor
 
 from moeinf.errors import problem, reason
 from moeinf.models import family_of
-from moeinf.models.base import Activation, Model
+from moeinf.models.base import Activation, Model, ModelDataError, Table
+from moeinf.models.layers.kv_q8 import widened
 from moeinf.models.layers.moe import TorchMath
 from moeinf.native import SlotPool, crc32c
 from moeinf.offload.format.layout import largest_slot_bytes
+from moeinf.offload.format.row_table import RowTable
 from moeinf.offload.format.shards import FileRecord
 from moeinf.offload.gpu_tier.device_slots import DeviceTier
 from moeinf.offload.gpu_tier.layer_runner import TierRunner
@@ -27,9 +29,11 @@ from moeinf.offload.routing.trace import RoutingShape
 from moeinf.offload.store.expert_store import Choice, ExpertStore
 from moeinf.offload.store.host_tier import HostTier
 from moeinf.offload.store.low_copies import LowCopies
+from moeinf.offload.store.table_cache import CachedTable
 from moeinf.offload.store.transfer import Transfer
 from moeinf.runtime.checkpoints.checkpoint import (
     CONFIG,
+    TORCH_DTYPE,
     BadCheckpoint,
     memory_of,
     read_json,
@@ -39,7 +43,7 @@ from moeinf.runtime.dense.cpu_backend import CpuMath
 from moeinf.runtime.dense.cpu_linear import DenseMath
 from moeinf.runtime.engine.gpu_tier import OpenGpu, device_tier
 from moeinf.runtime.library.dense_views import DenseViews, read_dense_header
-from moeinf.runtime.library.manifest import DENSE, DamagedModel, Manifest
+from moeinf.runtime.library.manifest import DENSE, MANIFEST, DamagedModel, Manifest
 from moeinf.runtime.machine.disk_bench import Reading
 from moeinf.runtime.machine.memory import physical_bytes
 from moeinf.runtime.machine.page_cache import cached_share
@@ -76,6 +80,35 @@ class DenseWeights(DenseViews):
         if checksum != record.crc32c:
             raise DamagedModel(f"{manifest.model}: {DENSE} is not what was pulled")
         super().__init__(header, buffer, record.data_offset, math, config.kv)
+        self._folder, self._manifest = folder, manifest
+        self._config, self._reading = config, reading
+
+    def table(self, prefix: str, count: int, width: int) -> Table:
+        """Open a table, with its share of the RAM for tables."""
+        tables, asked = self._manifest.tables, (prefix, count, width)
+        known = [(table.name, sum(table.rows), table.width) for table in tables]
+        if asked not in known:
+            raise ModelDataError(f"{MANIFEST} lacks the table {prefix} [{count}, {width}]")
+        number = known.index(asked)
+        table = tables[number]
+        paths = [file.path for file in self._manifest.table_files(number)]
+        sample = [self._folder / path for path in paths[:: max(1, len(paths) // _SAMPLED_SHARDS)]]
+        return CachedTable(
+            table,
+            self._folder,
+            paths,
+            _widener(table),
+            self._config.table_bytes // len(tables),
+            direct_io=_past_the_cache(self._config, self._reading, sample),
+            model=str(self._manifest.model),
+        )
+
+
+def _widener(table: RowTable) -> Callable[[Tensor], Tensor]:
+    """Return the map from stored rows [n, row_bytes] to values [n, width]."""
+    if table.form == "Q8":
+        return lambda rows: widened(rows, table.width, torch.bfloat16)
+    return lambda rows: rows.view(TORCH_DTYPE[table.form])
 
 
 def _read_dense(

@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from moeinf.models import Family, family_of
-from moeinf.models.base import Embedding, KvForm, Linear, ModelDataError, Piece
+from moeinf.models.base import (
+    Embedding,
+    KvForm,
+    Linear,
+    MemoryTable,
+    ModelDataError,
+    Piece,
+    Table,
+)
 from moeinf.offload.format.layout import LAYOUT_VERSIONS, TILE_ALIGNMENT, is_tiled, stored_bytes
 from moeinf.runtime.checkpoints.checkpoint import (
     CONFIG,
@@ -25,6 +33,7 @@ from moeinf.runtime.checkpoints.fused_experts import MXFP4
 from moeinf.runtime.dense.cpu_linear import DenseMath, Rows
 from moeinf.runtime.library.manifest import DENSE, MTP, Manifest
 
+META = torch.device("meta")
 FORMS_BY_SIZE = ("Q4", "Q8")  # formats that the size of a matrix's tiles tells apart
 
 
@@ -54,6 +63,8 @@ def read_dense_header(path: Path) -> DenseHeader:
 
 class DenseViews:
     """The `Parts` of a pulled model: views of one buffer that holds the data of dense.safetensors.
+
+    Its tables (base.Table) have no data.
 
     header       its tensors and their formats
     data_offset  the offset of the buffer's first byte in the file
@@ -96,6 +107,9 @@ class DenseViews:
             rows = self._math.tiled_embedding(*tiles, count, width)
             return Embedding(rows, torch.bfloat16, self._math.place)
         return Embedding.of(self.tensor(f"{prefix}.weight", count, width))
+
+    def table(self, prefix: str, count: int, width: int) -> Table:
+        return MemoryTable(torch.empty(count, width, device=META))
 
     def tuned(self, piece: Piece) -> Piece:
         return self._math.tuned(piece)
@@ -143,7 +157,7 @@ def _check_builds(family: Family, config: Any, folder: Path, manifest: Manifest)
 class _DryMath:
     """A `linears.DenseMath` that computes nothing."""
 
-    place = torch.device("meta")
+    place = META
 
     def tiled_linear(
         self, tiles: Tensor, form: str, out_features: int, in_features: int, bias: Tensor | None

@@ -65,6 +65,7 @@ def made_manifest(
         dense_forms=dict(inventory.forms.dense) if mixed else {},
         layouts=_layouts(inventory, dtype),
         mtp=_mtp_part(inventory),
+        tables=inventory.row_tables(dtype),
     )
 
 

@@ -25,6 +25,7 @@ from moeinf.offload.format.layout import (
     largest_slot_bytes,
     plain_form,
 )
+from moeinf.offload.format.row_table import TABLE_VERSION, RowTable, table_path
 from moeinf.offload.format.shards import Bytes, FileRecord, shard_path
 from moeinf.offload.store.budget import SlotBudget
 from moeinf.runtime.atomic_files import write_bytes_durably
@@ -61,6 +62,10 @@ class OlderModel(DamagedModel):
     hint = "`moeinf pull MODEL` to replace it, or `moeinf rm MODEL`"
 
 
+class _TableVersion(Struct):
+    layout: int
+
+
 class _Versions(Struct):
     """The fields that decide whether this moeinf can read the others."""
 
@@ -68,6 +73,7 @@ class _Versions(Struct):
     dtype: str
     layout: int
     layouts: dict[str, int] = {}
+    tables: tuple[_TableVersion, ...] = ()
 
 
 class MtpPart(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -124,6 +130,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     kv_q8_bytes_per_token: Bytes = 0  # 0: that of kv_q8_bytes
     base: str | None = None  # ORG/NAME@COMMIT of the tokenizer, in place of a GGUF file's own
     mtp: MtpPart | None = None
+    tables: tuple[RowTable, ...] = ()
     format: int = FORMAT_VERSION
 
     @property
@@ -146,6 +153,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
             if file.path.startswith(inside)
         )
         unlike = {"dense_forms": {}, "state_bytes": 0, "usual_context": None, "mtp": None}
+        unlike |= {"tables": ()}
         return msgspec.structs.replace(self, files=files, **own, **unlike)
 
     @property
@@ -233,6 +241,11 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
             raise DamagedModel(f"{self.model}: manifest.json lacks {missing[0]}")
         return [by_path[path] for path in wanted]
 
+    def table_files(self, number: int) -> list[FileRecord]:
+        """Return the files of table `number`. Raises DamagedModel if the manifest lacks one."""
+        count = len(self.tables[number].rows)
+        return [self.file(table_path(number, file)) for file in range(count)]
+
 
 def kv_q8_bytes(items: int) -> int:
     """Return the bytes in q8 of KV items in rows of whole blocks, as nearly all models have."""
@@ -254,6 +267,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         "base",
         "kv_q8_bytes_per_token",
         "mtp",
+        "tables",
     ):  # only where they are set: versions up to 0.1 refuse them
         if not about[name]:
             del about[name]
@@ -292,6 +306,7 @@ def _check_versions(model: str, found: _Versions) -> None:
             (f"{form} layout", version, LAYOUT_VERSIONS.get(form, 0))
             for form, version in {**found.layouts, found.dtype: found.layout}.items()
         ),
+        *(("table layout", table.layout, TABLE_VERSION) for table in found.tables),
     ):
         if version > ours > 0:
             raise NewerModel(
@@ -317,6 +332,10 @@ def _check(manifest: Manifest) -> None:
         if file.crc32c is None:
             raise ValueError(f"{file.path!r} has no checksum")
     _check_forms(manifest)
+    for number, table in enumerate(manifest.tables):
+        for place, found in enumerate(manifest.table_files(number)):
+            if found.size_bytes != table.file_bytes(place):
+                raise ValueError(f"{found.path} is not of the size of its rows")
     for shard, layout in zip(manifest.shards(), manifest.expert_layouts, strict=True):
         if shard.data_bytes != layout.data_bytes:
             raise ValueError("a shard is not of the size of an expert")

@@ -33,6 +33,7 @@ from moeinf.offload.format.layout import (
     plain_form,
     stored_bytes,
 )
+from moeinf.offload.format.row_table import RowTable, table_header, table_path
 from moeinf.offload.format.shards import (
     FileRecord,
     padded_header,
@@ -44,6 +45,7 @@ from moeinf.runtime.checkpoints.encode import Look, encoded, unseen
 from moeinf.runtime.checkpoints.finite import WeightCheck
 from moeinf.runtime.checkpoints.fp8 import files_of
 from moeinf.runtime.checkpoints.inventory import Inventory
+from moeinf.runtime.checkpoints.table_blocks import table_blocks
 from moeinf.runtime.library.dense_views import FORMS_BY_SIZE
 from moeinf.runtime.library.manifest import DENSE, MTP
 from moeinf.runtime.library.staging import Workplace, unfinished_path
@@ -61,9 +63,13 @@ class Target:
     header: bytes
     parts: tuple[SourceTensor, ...]
     forms: tuple[str, ...]  # the format of each part
+    table: tuple[RowTable, int] | None = None  # its one part is this file of the table
 
     def size(self, number: int) -> int:
         """Return the bytes of part `number`."""
+        if self.table is not None:
+            table, file = self.table
+            return table.file_bytes(file) - len(self.header)
         return stored_bytes(self.forms[number], self.parts[number].shape)
 
     def offset(self, number: int) -> int:
@@ -72,13 +78,16 @@ class Target:
 
     def data(self, number: int, look: Look = unseen) -> Iterator[memoryview]:
         """Yield part `number` in blocks. A block is valid until the next one is taken."""
+        if self.table is not None:
+            return table_blocks(self.parts[number], self.table[0], look)
         return encoded(self.parts[number], self.forms[number], look)
 
 
 def all_targets(inventory: Inventory, dtype: str, drives: int = 1) -> list[Target]:
-    """Return the targets of a model: dense.safetensors, and one shard per expert.
+    """Return the targets of a model: dense.safetensors, one shard per expert, files of tables.
 
-    The modules of multi-token prediction have the same files in a folder, on the first drive.
+    The modules of multi-token prediction have the same files in a folder. They and tables
+    are on the first drive.
     """
     layouts, wanted = inventory.expert_layouts(dtype), inventory.moe.parts
     found = [_dense_target(inventory, dtype)]
@@ -88,6 +97,10 @@ def all_targets(inventory: Inventory, dtype: str, drives: int = 1) -> list[Targe
         forms = tuple(_form_of(role, shape, layout) for role, shape in wanted.items())
         path = spread_path(key, drives)
         found.append(Target(path, shard_header(key, layout), parts, forms))
+    for number, table in enumerate(inventory.row_tables(dtype)):
+        for file, part in enumerate(inventory.tables[table.name]):
+            header, one = table_header(table, file), (table, file)
+            found.append(Target(table_path(number, file), header, (part,), (table.form,), one))
     if inventory.mtp is not None:
         more = all_targets(inventory.mtp, inventory.mtp_dtype or dtype)
         found += [replace(target, name=f"{MTP}/{target.name}") for target in more]

@@ -56,6 +56,7 @@ class Placement:
     prefix_bytes: int = 0  # for the KV of ended requests
     low_slots: int = 0  # for copies of experts in fewer bits, a part of memory_bytes
     low_slot_bytes: int = 0
+    table_bytes: int = 0  # for rows of tables on disk
     draft_bytes: int = 0  # of the draft model, in all
     kv: Kv = "full"  # the form of the KV cache
     device: str = "cpu"
@@ -77,7 +78,7 @@ class Placement:
         inside = self.on_device is not None and self.on_device.inside
         dense = 0 if inside else self.dense_bytes + self.kv_bytes
         own = self.experts_bytes + dense + self.scratch_bytes + self.prefix_bytes
-        return own + self.draft_bytes
+        return own + self.table_bytes + self.draft_bytes
 
 
 def place(
@@ -104,7 +105,8 @@ def place(
         device = DeviceBudget(manifest, config.device_memory, processor.gpu)
     scratch = OVERHEAD_BYTES + working_bytes(manifest)
     headroom = max(HEADROOM_BYTES, int(machine_bytes * _HEADROOM_SHARE))
-    fixed = manifest.dense_bytes + scratch + headroom
+    tables = table_bytes(manifest, config)
+    fixed = manifest.dense_bytes + scratch + tables + headroom
     form: Kv = "full" if manifest.encoder_layers else config.kv
     asked = None if config.memory is None else config.memory.of(slots.max_bytes)
     left = available_bytes - fixed - min(asked or 0, slots.max_bytes)
@@ -154,6 +156,7 @@ def place(
         threads=config.threads or min(cores, MAX_COMPUTE_THREADS, threads_worth_having(manifest)),
         window=window,
         prefix_bytes=prefix,
+        table_bytes=tables,
         low_slots=low_slots,
         low_slot_bytes=low_slot_bytes,
         kv=form,
@@ -278,6 +281,12 @@ def _on_device_words(plan: DevicePlacement) -> str:
         f"({plan.provenance}): {dense}{plan.slots} experts, workspace, and "
         f"{format_bytes(plan.context_bytes)} for CUDA itself ({plan.context_why})"
     )
+
+
+def table_bytes(manifest: Manifest, config: EngineConfig) -> int:
+    """Return the RAM for rows of tables on disk."""
+    tables = manifest.tables
+    return sum(table.cache_bytes(config.table_bytes // len(tables)) for table in tables)
 
 
 def working_bytes(manifest: Manifest) -> int:

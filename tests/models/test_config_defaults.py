@@ -29,7 +29,16 @@ NAMES = ["mixtral-window", "mixtral-all-experts", "olmoe-yarn", "deepseek-lite",
 NAMES += ["deepseek-v3", "deepseek-v3-bare", "glm4", "glm4-yarn", "glm4-lite", "gpt-oss", "granite"]
 NAMES += ["phimoe", "phimoe-longrope", "qwen2", "qwen2-window", "qwen3-window", "qwen3.5"]
 NAMES += ["qwen3.5-full-first", "granite-shared", "switch", "nllb"]
-NAMES += ["minimax-m2", "qwen3-next", "dots1-window", "ernie4.5", "hunyuan", "exaone", "solar"]
+NAMES += [
+    "minimax-m2",
+    "qwen3-next",
+    "qwen4",
+    "dots1-window",
+    "ernie4.5",
+    "hunyuan",
+    "exaone",
+    "solar",
+]
 NAMES += ["lfm2", "mistral4", "laguna", "gemma4", "v32", "glm-dsa", "mimo", "kimi-linear"]
 NAMES += ["granite-hybrid", "nemotron", "nemotron-alone", "glm5-next"]
 NAMES += ["deepseek-v4"]

@@ -105,6 +105,24 @@ def test_a_ticket_fills_its_slot(queue, pool, make_shard):
     assert all(shard.is_in(pool, 5 - i) for i, shard in enumerate(shards))
 
 
+def test_a_source_is_replaced_while_nothing_reads_it(queue, pool, make_shard, tmp_path):
+    (tmp_path / "b").write_bytes(bytes(PAGE_BYTES) + b"b" * PAGE_BYTES)
+    first, other = (make_shard(name).add_to(queue) for name in ("a", "c"))
+    moved = [tmp_path / "b"], [PAGE_BYTES], PAGE_BYTES
+    ticket = queue.submit(first, 3, DEMAND)
+    with pytest.raises(RuntimeError, match=f"source {first} belongs to live ticket {ticket}"):
+        queue.replace_sources([first], *moved)
+    queue.resume()
+    queue.wait(ticket)
+    for wrong, error in (([9], IndexError), ([first, other], ValueError)):
+        with pytest.raises(error):
+            queue.replace_sources(wrong, *moved)
+    assert queue.submit(first, 3, DEMAND) == 0  # it is in the slot
+    queue.replace_sources([first], *moved)
+    queue.wait(queue.submit(first, 3, DEMAND))
+    assert memoryview(pool).tobytes()[6 * PAGE_BYTES : 7 * PAGE_BYTES] == b"b" * PAGE_BYTES
+
+
 def test_counters_follow_the_tickets(queue, source, missing):
     assert queue.counters().submitted == 0
     tickets = queue.submit_many([source, source, missing], [0, 1, 2], 1.0)

@@ -173,6 +173,7 @@ def test_a_pass_that_fails_leaves_everything_as_it_was() -> None:
         "kimi-linear",
         "nemotron",
         "deepseek-v4",
+        "qwen4",
         pytest.param("granite-hybrid", marks=pytest.mark.full),
         pytest.param("glm5-next", marks=pytest.mark.full),
     ],

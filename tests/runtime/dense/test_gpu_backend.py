@@ -212,7 +212,7 @@ def test_a_layer_launches_a_few_kernels(name: str, tmp_path: Path, fake: Fake) -
         *("qwen3.5", "mimo", "kimi-linear", "granite-hybrid", "nemotron"),
         *(
             pytest.param(name, marks=pytest.mark.full)
-            for name in ("gemma4", "v32-one-key", "glm5-next", "deepseek-v4")
+            for name in ("gemma4", "v32-one-key", "glm5-next", "deepseek-v4", "qwen4")
         ),
     ],
 )

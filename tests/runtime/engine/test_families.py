@@ -33,6 +33,7 @@ CONFIGS += ["deepseek-v4", "deepseek-v4-heavy"]
 CONFIGS += ["mimo", "mimo-wide-values", "kimi-linear", "kimi-linear-full-first"]
 CONFIGS += ["granite-hybrid", "granite-hybrid-rope", "nemotron", "nemotron-alone"]
 CONFIGS += ["nemotron-latent", "glm5-next", "glm5-next-shared", "glm5-next-all-experts"]
+CONFIGS += ["qwen4", "qwen4-two-tables"]
 CONFIGS += ["qwen2", "qwen2-window", "qwen3", "qwen3-sparse-step", "qwen3-window"]
 GREEDY = SamplingOptions(temperature=0)
 

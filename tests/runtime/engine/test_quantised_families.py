@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from moeinf.models import family_of
 from moeinf.models.base import Activation, Embedding, Experts, Linear, Model, Pending, Phase
+from moeinf.models.layers import kv_q8
 from moeinf.models.layers.moe import Done, combine
 from moeinf.models.seq2seq.encoder_decoder import EncoderDecoder
 from moeinf.offload.format.layout import ExpertKey
@@ -57,6 +58,7 @@ BRIEF_TOO += ["solar", "lfm2-biased", "mistral4", "laguna", "gemma4"]
 BRIEF_TOO += ["deepseek-v4"]
 BRIEF_TOO += ["v32-all-experts", "glm-dsa", "mimo", "kimi-linear-full-first"]
 BRIEF_TOO += ["granite-hybrid-rope", "nemotron", "nemotron-latent", "glm5-next"]
+BRIEF_TOO += ["qwen4", "qwen4-two-tables"]
 SHALLOW = {  # four layers in all, as deep as the others: T5's unscaled scores add more rounding
     "num_layers": 2,
     "num_sparse_encoder_layers": 1,
@@ -211,6 +213,13 @@ def widened(tensor: SourceTensor, form: str) -> Tensor:
     return dequantise(quantise(values, form), form, *tensor.shape)
 
 
+def in_rows(tensor: SourceTensor) -> Tensor:
+    """Return a piece of a table after it was stored as rows of q8."""
+    source = bytearray(b"".join(encoded(tensor, "F32")))
+    values = torch.frombuffer(source, dtype=torch.float32).view(tensor.shape)
+    return kv_q8.widened(kv_q8.quantised(values), tensor.shape[1], torch.bfloat16)
+
+
 def reference(folder: Path, tag: str, forms: Forms | None = None) -> tuple[Model, WidenedExperts]:
     """Return the model with a checkpoint's weights as the tag, or `forms`, stores them."""
     checkpoint = open_checkpoint(folder)
@@ -232,6 +241,8 @@ def reference(folder: Path, tag: str, forms: Forms | None = None) -> tuple[Model
         }
         for key, parts in inventory.experts.items()
     }
+    for name, parts in inventory.tables.items():
+        dense |= {f"{name}.shard_{n}.weight": in_rows(part) for n, part in enumerate(parts)}
     model = family.build(family.parse(checkpoint.config), WidenedParts(dense))
     return model, WidenedExperts(experts, inventory.moe.activation)
 

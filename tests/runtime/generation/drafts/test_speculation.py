@@ -174,6 +174,7 @@ RECURRENT = [("qwen3-next", policy, memory) for policy in table.POLICIES for mem
         "nemotron",
         "glm5-next",
         "deepseek-v4",
+        "qwen4",
     )
     for memory in MEMORIES
 ]

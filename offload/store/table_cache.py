@@ -1,0 +1,186 @@
+"""Read rows of a table from disk, with a cache of rows in RAM. Its size changes no row.
+
+A row's place in the cache follows from its number alone, and a row that comes later replaces the
+row in its place. That costs 8 bytes a row and a few operations on arrays; the reuse of rows is so
+uneven that a better choice would gain little. If the whole table has room, each row has a place of
+its own.
+
+A row is read with its block, into a landing place, by the copy queue: a demand, so that many are
+read at once. Two rows of one block are one read. `ahead` leaves blocks in their landing places, and
+`rows` takes them from there:
+
+    ahead     blocks of the first rows wanted ──queue──▶ landing places
+    rows      cached rows, then blocks in landing places, then all others, in batches
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moeinf.errors import problem
+from moeinf.native import SHARD_DATA_OFFSET, SlotPool
+from moeinf.offload.format.row_table import KEY_BYTES, LANDING_BYTES, RowTable, is_intact
+from moeinf.offload.store.transfer import BlockReads, ExpertReadError
+
+_READERS = 32
+_SPREAD = 0x9E3779B1  # odd: neighbours get places far apart
+
+
+class TableReadError(ExpertReadError):
+    """Reading a block of a table failed."""
+
+    def __str__(self) -> str:
+        words = f"the table {self.shard} cannot be read: {self.problem}"
+        return f"{self.model}: {words}" if self.model else words
+
+
+class CachedTable:
+    """A models.base.Table over the files of a model."""
+
+    def __init__(
+        self,
+        table: RowTable,
+        folder: Path,
+        paths: Sequence[str],
+        widen: Callable[[Tensor], Tensor],
+        cache_bytes: int,
+        *,
+        direct_io: bool,
+        model: str = "",
+    ) -> None:
+        """Open the queue. paths: of the files, in `folder`. widen: stored rows -> values."""
+        self._table, self._paths, self._model, self._widen = table, paths, model, widen
+        self._files = [str(folder / path) for path in paths]
+        self._firsts = np.cumsum([0, *table.rows])  # the first row of each file, and the end
+        blocks = [table.blocks(number) for number in range(len(table.rows))]
+        self._first_blocks = np.cumsum([0, *blocks])
+        landings = max(1, LANDING_BYTES // table.block_bytes)
+        self._pool = SlotPool(landings, table.block_bytes)
+        self._reads = BlockReads(self._pool, readers=min(_READERS, landings), direct_io=direct_io)
+        self._landings = np.frombuffer(memoryview(self._pool), np.uint8).reshape(landings, -1)
+        self._free = list(range(landings))
+        self._flying: dict[int, tuple[int, int]] = {}  # block -> its landing and ticket
+        most = (table.cache_bytes(cache_bytes) - LANDING_BYTES) // (table.row_bytes + KEY_BYTES)
+        self._places = max(1, min(most, sum(table.rows)))
+        self._keys = np.full(self._places, -1, np.int64)  # the row in each place
+        self._cache = np.empty((self._places, table.row_bytes), np.uint8)
+        self.reads = self.hits = 0  # blocks, and rows that were in the cache
+
+    def ahead(self, ids: Tensor) -> None:
+        """Start to read the blocks of rows ids [n] int64 that are not here, as many as land."""
+        first = np.unique(ids[: len(self._landings)].numpy())
+        wanted = self._blocks_of(self._missing(first))
+        keep = set(wanted.tolist())
+        for block in [block for block in self._flying if block not in keep]:
+            self._drop(block)
+        self._start(wanted)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return rows ids [n] int64 as [n, width]. Raises TableReadError."""
+        unique, inverse = np.unique(ids.numpy(), return_inverse=True)
+        out = np.empty((len(unique), self._table.row_bytes), np.uint8)
+        places = self._places_of(unique)
+        here = self._keys[places] == unique
+        out[here] = self._cache[places[here]]
+        self.hits += int(here.sum())
+        absent = np.flatnonzero(~here)
+        if len(absent):
+            self._fetch(unique[absent], absent, out)
+            places, first = np.unique(places[absent], return_index=True)
+            self._keys[places] = unique[absent[first]]
+            self._cache[places] = out[absent[first]]
+        return self._widen(torch.from_numpy(out[inverse]))
+
+    def _missing(self, unique: NDArray[np.int64]) -> NDArray[np.int64]:
+        found: NDArray[np.int64] = unique[self._keys[self._places_of(unique)] != unique]
+        return found
+
+    def _places_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        if self._places == self._firsts[-1]:
+            return rows
+        return rows * _SPREAD % self._places
+
+    def _fetch(
+        self, rows: NDArray[np.int64], targets: NDArray[np.int64], out: NDArray[np.uint8]
+    ) -> None:
+        """Set out[targets] to rows, which ascend and are not in the cache."""
+        blocks, inside = self._blocks_of(rows, unique=False), self._within(rows)
+        distinct, starts = np.unique(blocks, return_index=True)
+        ends = [*starts[1:].tolist(), len(rows)]
+        waiting = distinct.tolist()
+        wanted = set(waiting)
+        for block in [block for block in self._flying if block not in wanted]:
+            self._drop(block)
+        for place, block in enumerate(waiting):
+            if block not in self._flying:
+                if not self._free:
+                    self._drop(max(self._flying))
+                self._start(distinct[place:])
+            landing = self._land(block)
+            data = self._landings[landing, : self._table.block_rows * self._table.row_bytes]
+            at = slice(int(starts[place]), ends[place])
+            out[targets[at]] = data.reshape(self._table.block_rows, -1)[inside[at]]
+            self._free.append(landing)
+
+    def _blocks_of(self, rows: NDArray[np.int64], unique: bool = True) -> NDArray[np.int64]:
+        """Return the blocks of rows, numbered through all files."""
+        file = np.searchsorted(self._firsts, rows, side="right") - 1
+        blocks = self._first_blocks[file] + (rows - self._firsts[file]) // self._table.block_rows
+        return np.unique(blocks) if unique else blocks
+
+    def _within(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the place of each row in its block."""
+        file = np.searchsorted(self._firsts, rows, side="right") - 1
+        found: NDArray[np.int64] = (rows - self._firsts[file]) % self._table.block_rows
+        return found
+
+    def _start(self, blocks: NDArray[np.int64]) -> None:
+        """Queue reads of the first blocks that are not in flight, as many as have a landing."""
+        some = blocks[: len(self._free) + len(self._flying)].tolist()
+        new = [block for block in some if block not in self._flying][: len(self._free)]
+        if not new:
+            return
+        files = np.searchsorted(self._first_blocks, new, side="right") - 1
+        offsets = SHARD_DATA_OFFSET + (new - self._first_blocks[files]) * self._table.block_bytes
+        landings = self._free[-len(new) :]
+        paths = [self._files[file] for file in files.tolist()]
+        tickets = self._reads.start(landings, paths, offsets.tolist())
+        del self._free[-len(new) :]
+        self._flying |= dict(zip(new, zip(landings, tickets, strict=True), strict=True))
+        self.reads += len(new)
+
+    def _land(self, block: int) -> int:
+        """Wait for a block and return its landing, which the caller frees. Checks the block."""
+        landing, ticket = self._flying[block]
+        file = int(np.searchsorted(self._first_blocks, block, side="right")) - 1
+        try:
+            self._reads.wait(ticket)
+        except OSError as error:
+            del self._flying[block]
+            self._release(landing)
+            raise TableReadError(self._paths[file], problem(error), self._model) from error
+        del self._flying[block]
+        number = block - int(self._first_blocks[file])
+        if not is_intact(memoryview(self._landings[landing]), number):
+            self._free.append(landing)
+            words = f"block {number} has a wrong checksum"
+            raise TableReadError(self._paths[file], words, self._model)
+        return landing
+
+    def _release(self, landing: int) -> None:
+        """Free a landing, unless a read that hangs may still write to it."""
+        if not self._reads.may_write(landing):
+            self._free.append(landing)
+
+    def _drop(self, block: int) -> None:
+        """Forget a block that was read ahead and is not wanted."""
+        landing, ticket = self._flying[block]
+        self._reads.abandon(ticket)
+        del self._flying[block]
+        self._release(landing)
