@@ -70,7 +70,7 @@ class PooledIndexer(Indexer):
     def _places(self, scores: Tensor, total: int) -> Tensor:
         """Return places [n, reach]: of the chosen pools, then from the last whole pool on.
 
-        Of the latter a token sees only those up to itself.
+        A token sees those after the last whole pool up to itself.
         """
         pool = self._shape.pool
         inside = torch.arange(pool, device=scores.device, dtype=torch.int32)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from huggingface_hub import constants
 
 from moeinf.runtime.gguf.checkpoint import open_gguf
@@ -27,6 +29,12 @@ def _(place: Place) -> list[str]:
     manifest.parent.mkdir(parents=True)
     manifest.write_text("{}")
     return ["pull", "ollama:qwen3"]
+
+
+@case("missing_drive")
+def _(place: Place) -> list[str]:
+    place.patch.setenv("MOEINF_HOME", f"{place.home}{os.pathsep}{place.folder / 'none'}")
+    return ["devices"]
 
 
 @case("other_weights")

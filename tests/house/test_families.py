@@ -19,6 +19,7 @@ from tests.tiny_families import Tiny
 _TABLE = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
 _ROW = re.compile(r"\| `(\w+)`[^|]*\|[^|]*\|[^|]*\| `([^`]+)` \|")
 ROWS = [(family, words.strip('"')) for family, words in _ROW.findall(_TABLE)]
+UNKNOWN_TO_LLAMA_CPP = {"deepseek_v4", "glm5_next"}  # refused by name
 ALL = {tiny.family for tiny in TINY.values()}
 
 
@@ -34,7 +35,8 @@ def test_every_family_is_checked() -> None:
 
 
 def test_every_family_is_exported() -> None:
-    assert of([*EXPORTED.values(), *RUN_BY_LLAMA_CPP.values()]) == ALL == set(_FAMILIES)
+    exported = of([*EXPORTED.values(), *RUN_BY_LLAMA_CPP.values()])
+    assert exported == ALL - UNKNOWN_TO_LLAMA_CPP == set(_FAMILIES)
 
 
 @pytest.mark.parametrize(("family", "words"), ROWS, ids=[family for family, _ in ROWS])

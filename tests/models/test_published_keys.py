@@ -148,7 +148,7 @@ def test_kimis_layers_by_number() -> None:
     ],
 )
 def test_glms_bound_of_decays(outer: Any, inner: Any, bound: float | None) -> None:
-    """As transformers reads it; also inside the config of a model that sees."""
+    """The values that transformers reads; also inside the config of a model that sees."""
     text = {**tiny_config("glm5-next").to_dict(), **outer}
     if inner is not None:
         text["linear_attn_config"] = inner

@@ -37,8 +37,7 @@ def fastest_path():
     assert _native._use_kernels("")
 
 
-def use(path: str) -> bool:
-    """Use the path and return True if the processor has it."""
+def use(path: str) -> bool:  # the path, if the processor has it
     return bool(_native._use_kernels(path))
 
 
