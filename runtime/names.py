@@ -14,11 +14,18 @@ DEFAULT_TAG = "q4"
 LEAST_BITS, MOST_BITS = 2.5, 8.5  # of a tag b<bits>, such as b3.5
 DEMO = "demo"  # the model in the package
 DEMO_EXAMPLES = ("17+25=", "sort dog, cat, cow", "spell ollama")
-_NATIVE_MXFP4 = ("gpt-oss", "gpt-oss-20b", "gpt-oss-120b")  # as published: 4.25 bits per weight
+_NATIVE_MXFP4 = {  # as published, by organisation
+    "openai": ("gpt-oss", "gpt-oss-20b", "gpt-oss-120b"),
+    "deepseek-ai": ("deepseek-v4-flash", "deepseek-v4-flash-284b"),
+}
 _DEFAULT_TAGS = {
     DEMO: "bf16",  # it is small, and bf16 is the trained format
-    **dict.fromkeys(_NATIVE_MXFP4, "mxfp4"),
-    **dict.fromkeys((f"openai--{name}" for name in _NATIVE_MXFP4), "mxfp4"),
+    **{
+        name: "mxfp4"
+        for owner, names in _NATIVE_MXFP4.items()
+        for short in names
+        for name in (short, f"{owner}--{short}")
+    },
 }
 _PART = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,94}[a-z0-9])?")
 _RESERVED = {"con", "prn", "aux", "nul"}  # device names on other systems
