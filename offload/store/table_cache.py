@@ -32,14 +32,6 @@ _READERS = 32
 _SPREAD = 0x9E3779B1  # odd: neighbours get places far apart
 
 
-class TableReadError(ExpertReadError):
-    """Reading a block of a table failed."""
-
-    def __str__(self) -> str:
-        words = f"the table {self.shard} cannot be read: {self.problem}"
-        return f"{self.model}: {words}" if self.model else words
-
-
 class CachedTable:
     """A models.base.Table over the files of a model."""
 
@@ -82,7 +74,7 @@ class CachedTable:
         self._start(wanted)
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Return rows ids [n] int64 as [n, width]. Raises TableReadError."""
+        """Return rows ids [n] int64 as [n, width]. Raises ExpertReadError."""
         unique, inverse = np.unique(ids.numpy(), return_inverse=True)
         out = np.empty((len(unique), self._table.row_bytes), np.uint8)
         places = self._places_of(unique)
@@ -164,14 +156,16 @@ class CachedTable:
         except OSError as error:
             del self._flying[block]
             self._release(landing)
-            raise TableReadError(self._paths[file], problem(error), self._model) from error
+            raise self._failed(file, problem(error)) from error
         del self._flying[block]
         number = block - int(self._first_blocks[file])
         if not is_intact(memoryview(self._landings[landing]), number):
             self._free.append(landing)
-            words = f"block {number} has a wrong checksum"
-            raise TableReadError(self._paths[file], words, self._model)
+            raise self._failed(file, f"block {number} has a wrong checksum")
         return landing
+
+    def _failed(self, file: int, words: str) -> ExpertReadError:
+        return ExpertReadError(self._paths[file], words, self._model, "table")
 
     def _release(self, landing: int) -> None:
         """Free a landing, unless a read that hangs may still write to it."""

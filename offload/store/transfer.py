@@ -28,14 +28,17 @@ class ExpertReadError(Failure, OSError):
     code = "unreadable_shard"
     hint = "`moeinf verify MODEL --repair`"
 
-    def __init__(self, shard: str, problem: str, model: str = "") -> None:
+    def __init__(
+        self, shard: str, problem: str, model: str = "", what: str = "expert shard"
+    ) -> None:
         super().__init__(problem)
+        self.what = what
         self.shard = shard
         self.problem = problem
         self.model = model
 
     def __str__(self) -> str:
-        words = f"the expert shard {self.shard} cannot be read: {self.problem}"
+        words = f"the {self.what} {self.shard} cannot be read: {self.problem}"
         return f"{self.model}: {words}" if self.model else words
 
 

@@ -24,7 +24,8 @@ from moeinf.offload.format.row_table import (
     table_path,
 )
 from moeinf.offload.store import table_cache
-from moeinf.offload.store.table_cache import CachedTable, TableReadError
+from moeinf.offload.store.table_cache import CachedTable
+from moeinf.offload.store.transfer import ExpertReadError
 
 CASES = [  # width and format, rows of each file
     (160, "BF16", (700, 1, 36)),
@@ -118,7 +119,7 @@ def test_wrong_bytes_are_named(tmp_path: Path, ahead: bool) -> None:
             ids = torch.tensor([0, 120 + 12 * block])
             if ahead:
                 ours.ahead(ids)
-            with pytest.raises(TableReadError, match=words) as caught:
+            with pytest.raises(ExpertReadError, match=words) as caught:
                 ours.rows(ids)
             assert caught.value.shard == table_path(0, 1)
             assert str(caught.value).startswith("tiny:q4: the table tables/T000/0001.rows cannot")
