@@ -80,7 +80,6 @@ _OLLAMA = {
     "nemotron-3-super:120b": "nemotron-3-super-120b-a12b",
 }
 _OLLAMA_BITS = {"q4_k_m": "", "q8_0": ":q8", "fp16": ":bf16", "bf16": ":bf16"}
-_OLLAMA_TAG = re.compile(rf"(.+:.+)-({'|'.join(_OLLAMA_BITS)})")
 OLLAMA = "ollama:"  # before the name of a model in Ollama's store
 MACHINE_STATE = "devices.json"  # in state/, beside the folders of models
 
@@ -140,8 +139,9 @@ def plain(text: str) -> str:
         text = _HUB_END.sub("", text[address.end() :], count=1)
     if text.lower().endswith(f":{_LATEST}"):
         text = text[: -len(_LATEST) - 1]
-    if (found := _OLLAMA_TAG.fullmatch(text.lower())) and found[1] in _OLLAMA:
-        return _OLLAMA[found[1]] + _OLLAMA_BITS[found[2]]
+    size, _, bits = text.lower().rpartition("-")
+    if size in _OLLAMA and bits in _OLLAMA_BITS:
+        return _OLLAMA[size] + _OLLAMA_BITS[bits]
     return _OLLAMA.get(text.lower(), text)
 
 

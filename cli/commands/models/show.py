@@ -32,6 +32,7 @@ def show(model: Model, json: Json = False, quiet: Quiet = False) -> None:
     if json:
         about = {key: value for key, value in msgspec.structs.asdict(m).items() if key != "files"}
         about["mtp"] = msgspec.to_builtins(m.mtp)
+        about["tables"] = msgspec.to_builtins(m.tables)
         about["kv_q8_bytes_per_token"] = m.kv_token_bytes("q8")
         sizes: dict[str, float] = {"size_bytes": m.size_bytes, "expert_bytes": m.slots.slot_bytes}
         sizes["expert_bits_per_weight"] = round(m.expert_bits, 4)

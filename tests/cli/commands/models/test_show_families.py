@@ -57,10 +57,13 @@ REMEMBERED = {
     "qwen2": ("qwen2_moe", 2 * 2 * 3 * 12),
     "qwen3": ("qwen3_moe", 2 * 2 * 2 * 12),
     "qwen3.5": ("qwen3_5_moe", 1 * 2 * 1 * 16),  # one layer of four
+    "qwen4": ("qwen4_exp", 1 * (2 * 1 * 16 + 8)),  # one layer of four, with an indexer
     "switch": ("switch_transformers", 2 * 4 * 2 * 3 * 10),
 }
 # slots x recurrent layers x (state of every head + input history of the convolution)
 FIXED = {"qwen3.5": 5 * 3 * (4 * 6 * 10 + 3 * (2 * 2 * 6 + 4 * 10))}
+# and of an n-gram layer: the inputs of its convolution, the last two tokens
+FIXED |= {"qwen4": FIXED["qwen3.5"] + 5 * (3 * 3 * 4 * 36 + 2)}
 FIXED |= {"qwen3-next": FIXED["qwen3.5"], "lfm2": 5 * 3 * 2 * 36}
 FIXED |= dict.fromkeys(("kimi-linear", "glm5-next"), 5 * 3 * (4 * 6 * 6 + 3 * 3 * 4 * 6))
 # vectors and gates of two windows for both compressors of two layers, and of one in a third
