@@ -103,13 +103,9 @@ def _few_processes() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def memory() -> Iterator[None]:
-    """Free memory after each file: cyclic garbage and the allocator's cache.
-
-    The rest belongs to the session, or to modules that a test imported: exempt it, too.
-    """
+    """Free memory after each file: cyclic garbage and the allocator's cache."""
     yield
     gc.collect()
-    gc.freeze()
     ctypes.CDLL(None).malloc_trim(0)
 
 
