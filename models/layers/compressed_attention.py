@@ -168,7 +168,9 @@ class SharedKvAttention:
                 inputs = q[at][row], x[at][row], asking[at][row]
                 out[at][row] = self._far(*inputs, span.cache, span.past + row)
         out = turned(out, rows.cos, -rows.sin, shape.rope)
-        return self._o_b(self._o_a(torch.unflatten(out.flatten(1), -1, (shape.groups, -1))))
+        grouped = torch.unflatten(out.flatten(1), -1, (shape.groups, -1))
+        # torch may give a row other bits in another number of rows
+        return self._o_b(torch.cat([self._o_a(grouped[span.rows]) for span in rows.spans]))
 
     def _pooled(self, span: Span, given: Sequence[Tensor]) -> None:
         """Write the entries of a span, and the memory after it."""

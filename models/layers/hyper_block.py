@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from moeinf.models.base import Experts, Parts
 from moeinf.models.config import Fields
-from moeinf.models.layers.kv_cache import PassRows, Piece
+from moeinf.models.layers.kv_cache import PassRows, Piece, Span
 from moeinf.models.layers.moe import SparseFfn
 
 _MOST_STREAMS = 64
@@ -71,6 +71,14 @@ class HyperConnection:
     base: Tensor
     scale: Tensor
 
+    def over(self, x: Tensor, spans: Sequence[Span]) -> tuple[Tensor, Mix]:
+        """Map streams [T, N, D] of several requests, each with the bits that it has alone."""
+        if len(spans) == 1:
+            return self(x)
+        inputs, mixes = zip(*(self(x[span.rows]) for span in spans), strict=True)
+        post, comb = zip(*mixes, strict=True)
+        return torch.cat(inputs), Mix(torch.cat(post), torch.cat(comb))
+
     def __call__(self, x: Tensor) -> tuple[Tensor, Mix]:
         """Map streams [T, N, D] to the input of the half [T, D] and the weights of its output."""
         count, eps = self.shape.streams, self.shape.eps
@@ -98,7 +106,9 @@ class HyperHead:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map streams [T, N, D] to [T, D]."""
-        found = _projected(x, self.fn, self.shape.norm_eps)
+        eps = self.shape.norm_eps
+        rows = [_projected(row[None], self.fn, eps) for row in x]  # any company, the same bits
+        found = torch.cat(rows) if rows else x.new_zeros(0, self.shape.streams)
         weights = (found * self.scale.float() + self.base.float()).sigmoid() + self.shape.eps
         return _collapsed(x, weights)
 
@@ -157,8 +167,9 @@ class HyperBlock:
     def __call__(self, x: Tensor, rows: PassRows, experts: Experts) -> Tensor:
         """Map streams [T, N, D] to [T, N, D]."""
         x = self._attended(x, rows)
-        one, mix = self.ffn_mix(x)
-        return expanded(x, mix, self._fed(self.ffn_norm(one), rows.ids, experts))
+        one, mix = self.ffn_mix.over(x, rows.spans)
+        change = self._fed(self.ffn_norm(one), rows.ids, experts)
+        return expanded(x, mix, change, rows.spans)
 
     def over(self, x: Tensor, pieces: Sequence[Piece], experts: Experts) -> Tensor:
         """Map x [T, N, D], which is overwritten, to [T, N, D]: each piece as if it were a pass."""
@@ -169,18 +180,18 @@ class HyperBlock:
         normed, mixes = [], []
         for at, rows in pieces:
             x[at] = self._attended(x[at], rows)
-            one, mix = self.ffn_mix(x[at])
+            one, mix = self.ffn_mix.over(x[at], rows.spans)
             normed.append(self.ffn_norm(one))
             mixes.append(mix)
         cuts, ids = [at for at, _ in pieces], [rows.ids for _, rows in pieces]
         change = self.ffn.over(torch.cat(normed), cuts, experts, torch.cat(ids))
-        for at, mix in zip(cuts, mixes, strict=True):
-            x[at] = expanded(x[at], mix, change[at])
+        for (at, rows), mix in zip(pieces, mixes, strict=True):
+            x[at] = expanded(x[at], mix, change[at], rows.spans)
         return x
 
     def _attended(self, x: Tensor, rows: PassRows) -> Tensor:
-        one, mix = self.attention_mix(x)
-        return expanded(x, mix, self.attention(self.attention_norm(one), rows))
+        one, mix = self.attention_mix.over(x, rows.spans)
+        return expanded(x, mix, self.attention(self.attention_norm(one), rows), rows.spans)
 
     def _fed(self, x: Tensor, ids: Tensor, experts: Experts) -> Tensor:
         if isinstance(self.ffn, SparseFfn):
@@ -188,6 +199,14 @@ class HyperBlock:
         return self.ffn(x, experts)
 
 
-def expanded(x: Tensor, mix: Mix, change: Tensor) -> Tensor:
-    """Return the streams [T, N, D] after a half whose output is change [T, D]."""
-    return mix.post[..., None] * change[:, None] + mix.comb.mT @ x
+def expanded(x: Tensor, mix: Mix, change: Tensor, spans: Sequence[Span] = ()) -> Tensor:
+    """Return the streams [T, N, D] after a half whose output is change [T, D].
+
+    With several spans each gets the bits that it has alone.
+    """
+    mixing = mix.comb.mT
+    if len(spans) <= 1:
+        mixed = mixing @ x
+    else:
+        mixed = torch.cat([mixing[span.rows] @ x[span.rows] for span in spans])
+    return mix.post[..., None] * change[:, None] + mixed

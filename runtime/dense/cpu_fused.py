@@ -6,7 +6,7 @@ Only bfloat16 on the CPU is replaced: float32 is the reference.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -19,10 +19,13 @@ from moeinf.models.layers.kv_cache import KvCache, PassRows, Span
 from moeinf.models.layers.mla import MlaCore
 from moeinf.models.layers.norms import RmsNorm
 from moeinf.models.layers.routing import (
+    BiasedSoftmaxRouter,
+    HashRouter,
     NormedRouter,
     SigmoidRouter,
     SoftmaxRouter,
     SparseMixer,
+    SqrtSoftplusRouter,
     TopSoftmaxRouter,
 )
 from moeinf.native import DecodeAttention, GqaStep, MlaStep, RouterKernel, rms_norm
@@ -93,6 +96,18 @@ class RowRouter:
         ids, weights = zip(
             *(self.torch_router(x[row : row + 1]) for row in range(len(x))), strict=True
         )
+        return torch.cat(ids), torch.cat(weights)
+
+
+@dataclass(frozen=True)
+class RowHashRouter(HashRouter):
+    """A HashRouter that weighs few rows one by one, as RowRouter does."""
+
+    def __call__(self, x: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        if not 1 < len(x) <= MOST_ROWS or x.dtype != torch.bfloat16:
+            return super().__call__(x, tokens)
+        rows = [self(x[row : row + 1], tokens[row : row + 1]) for row in range(len(x))]
+        ids, weights = zip(*rows, strict=True)
         return torch.cat(ids), torch.cat(weights)
 
 
@@ -302,5 +317,8 @@ _NATIVE: dict[type, Callable[[Any], object]] = {
     NormedRouter: _normed,
     TopSoftmaxRouter: RowRouter,
     SigmoidRouter: RowRouter,
+    BiasedSoftmaxRouter: RowRouter,
+    SqrtSoftplusRouter: RowRouter,
+    HashRouter: lambda router: RowHashRouter(router.inner, router.table),
     SparseMixer: RowRouter,
 }
