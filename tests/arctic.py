@@ -25,6 +25,9 @@ class ArcticConfig:
         self._values |= {"moe_layer_frequency": 1, "parallel_attn_mlp_res": True}
         self.__dict__.update(self._values)
 
+    def get_text_config(self) -> ArcticConfig:
+        return self
+
     def to_dict(self) -> dict[str, Any]:
         return dict(self._values)
 

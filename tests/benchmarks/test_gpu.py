@@ -50,6 +50,13 @@ _TINY = {
 }  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def real_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Undo what --fake replaces for the rest of a process."""
+    for name in ("missing_for_kernels", "torch_device"):
+        monkeypatch.setattr(gpus, name, getattr(gpus, name))
+
+
 @pytest.mark.parametrize("row", sorted(_TINY))
 def test_a_row(
     row: str,
@@ -60,7 +67,7 @@ def test_a_row(
     new_to_gpus: None,
 ) -> None:
     fake.reset("mode=deferred,seed=3,memory=2000000000,context=314572800,nvml=processes")
-    monkeypatch.setattr(gpus, "missing_for_kernels", lambda: None)  # undone after the test
+    monkeypatch.setattr(gpus, "missing_for_kernels", lambda: None)
     monkeypatch.setattr(gpus, "torch_device", lambda: FakeDevice(fake))
     held: list[int] = []  # device bytes during the speed measurement
 
