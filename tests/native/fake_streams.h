@@ -173,6 +173,12 @@ inline int wait_until(const std::function<bool()>& reached, Lock& lock) {
         if (state().threads) {
             state().changed.wait(lock);
         } else if (!run_one(lock)) {
+            const auto streams = all_streams();
+            const auto running = [](const Stream* stream) { return stream->running; };
+            if (std::any_of(streams.begin(), streams.end(), running)) {
+                state().changed.wait(lock);  // another thread runs an operation
+                continue;
+            }
             // a deadlock of streams: impossible, waits only refer to earlier records
             return kUnknown;
         }
