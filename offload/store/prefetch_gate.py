@@ -21,8 +21,8 @@ interrupt. And its victim may have to be read again:
 The misses of a layer are read at once. So one miss less may save much less than the mean wait.
 
 `Trial` weighs asking for hints and wishes. Reads ahead that came true have saved time, the others
-have cost some. If a few passes together have saved less than it took to compute hints and wishes,
-neither is asked for. Later some passes try again.
+have cost some. If a few passes together have saved less than twice the time that hints and wishes
+took, neither is asked for. Later some passes try again.
 
 p is the policy's claim times the share of such claims that came true. regret is the share of
 victims that were missed in the same pass or the next. Each pass moves both shares a little back to
@@ -45,6 +45,7 @@ _PRIOR = 8.0  # claims that came true, before the first outcome
 _REGRET = 0.1  # before the first victim
 _PIECES = 4.0  # pieces as fast as their part of a read, before the first is measured
 _TRIAL = 8  # passes that are judged together
+_MARGIN = 2.0  # of what they save over what asking takes: their readers take the processor, too
 _PAUSE, _LONGEST = 64, 1024  # passes until the next trial: at first, and after many in vain
 
 
@@ -66,7 +67,7 @@ class Throttle:
 
 
 class Trial:
-    """Open while reads ahead save more time than asking for them takes; open at first.
+    """Open while reads ahead save twice the time that asking for them takes; open at first.
 
     A pause follows passes in vain. It is twice as long as the one before, until a trial succeeds.
     """
@@ -91,7 +92,7 @@ class Trial:
         self._spent.append(spent)
         if len(self._spent) < _TRIAL:
             return
-        if sum(self._saved) < len(self._spent) * median(self._spent):
+        if sum(self._saved) < _MARGIN * len(self._spent) * median(self._spent):
             self._left, self._pause = self._pause, min(2 * self._pause, _LONGEST)
         else:
             self._pause = _PAUSE

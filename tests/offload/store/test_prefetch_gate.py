@@ -189,13 +189,13 @@ def test_asking_stops_where_it_saves_nothing_and_is_tried_again(
 ) -> None:
     """Eight passes are a trial. The pauses are 64, 128 ... 1024 passes, then 64 again."""
     clock, gate = Clock(monkeypatch), Gate(0.05, tries=True)
-    asked = clock.passes(gate, 6000, spent=0.01, saved=0.009)
+    asked = clock.passes(gate, 6000, spent=0.01, saved=0.019)
     trials = [n for n in range(len(asked)) if asked[n] and (n == 0 or not asked[n - 1])]
     assert trials[:7] == [0, 72, 208, 472, 992, 2024, 3056]
     assert sum(asked) == 8 * len(trials)
     while not gate.open:
         clock.passes(gate, 1, 0.0)
-    assert all(clock.passes(gate, 800, spent=0.01, saved=0.011))
+    assert all(clock.passes(gate, 800, spent=0.01, saved=0.021))
     stopped = clock.passes(gate, 80, spent=0.01)
     assert stopped == [True] * 8 + [False] * 64 + [True] * 8
 
@@ -206,8 +206,8 @@ def test_a_few_passes_that_lose_the_processor_end_no_trial(
 ) -> None:
     """The median of a trial counts, so most of its passes have to be slow."""
     clock, gate = Clock(monkeypatch), Gate(0.05, tries=True)
-    clock.passes(gate, slow, spent=9.0, saved=0.02)
-    clock.passes(gate, 8 - slow, spent=0.01, saved=0.02)
+    clock.passes(gate, slow, spent=9.0, saved=0.03)
+    clock.passes(gate, 8 - slow, spent=0.01, saved=0.03)
     assert gate.open == stays
 
 
