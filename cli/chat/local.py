@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from moeinf.api import Model
 from moeinf.cli.chat.backends import Fields, Pieces, memory_words
 from moeinf.cli.chat.signals import Leave
 from moeinf.runtime.config import EngineConfig, Settings
@@ -14,7 +15,7 @@ from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.generation.chat import Conversation
 from moeinf.runtime.generation.generate import Generation
 from moeinf.runtime.generation.report import statistics, verbose_lines
-from moeinf.runtime.generation.seq2seq import Languages, converse
+from moeinf.runtime.generation.seq2seq import Languages
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.requests import Form, Limits, Message, SamplingOptions
@@ -31,35 +32,31 @@ class Opener:
     now: str | None = None  # the date that templates see
     languages: Languages | None = None
 
-    def open(self, manifest: Manifest, folder: Path) -> tuple[Conversation, Engine]:
-        """Load a model and begin a conversation. Raises as Engine.open, and BadLanguage."""
-        engine = Engine.open(manifest, folder, self.config, self.settings)
-        try:
-            return converse(engine, now=self.now, languages=self.languages), engine
-        except BaseException:
-            engine.close()
-            raise
+    def open(self, manifest: Manifest, folder: Path) -> Model:
+        """Load a model. Raises as Model.of."""
+        given = self.config, self.settings, self.languages, self.now
+        return Model.of(manifest, folder, *given)
 
 
 class LocalPartner:
     """A `Partner` that answers with an engine of this process. Close it after use."""
 
-    def __init__(self, conversation: Conversation, engine: Engine, opener: Opener) -> None:
-        """Take an open engine. opener: opens the engines that replace it."""
-        self._take(conversation, engine, opener)
+    def __init__(self, model: Model, opener: Opener) -> None:
+        """Take a model. opener: opens the models that replace it."""
+        self._take(model, opener)
 
-    def _take(self, conversation: Conversation, engine: Engine, opener: Opener) -> None:
+    def _take(self, model: Model, opener: Opener) -> None:
         self._opener = opener
-        self._opened: tuple[Conversation, Engine] | None = conversation, engine
-        self.model = engine.info.name
-        self._load_seconds = engine.info.load_seconds  # added to the first answer
+        self._opened: Model | None = model
+        self.model = model.info.name
+        self._load_seconds = model.info.load_seconds  # added to the first answer
         self.last: Generation | None = None
 
     def close(self) -> None:
         """Release the engine and its memory."""
         if self._opened is not None:
-            engine, self._opened, self.last = self.engine, None, None  # the KV cache goes first
-            engine.close()
+            model, self._opened, self.last = self._opened, None, None
+            model.close()
 
     def __enter__(self) -> LocalPartner:
         return self
@@ -74,12 +71,12 @@ class LocalPartner:
     @property
     def engine(self) -> Engine:
         assert self._opened is not None
-        return self._opened[1]
+        return self._opened.engine
 
     @property
     def _conversation(self) -> Conversation:
         assert self._opened is not None
-        return self._opened[0]
+        return self._opened.conversation
 
     def load(self, model: str) -> None:
         manifest, folder = Library(self._opener.settings).read(model)
@@ -106,11 +103,11 @@ class LocalPartner:
         del held
         self.close()
         try:
-            self._take(*opener.open(manifest, folder), opener)
+            self._take(opener.open(manifest, folder), opener)
         except Leave:
             raise
         except BaseException:
-            self._take(*old.open(info.manifest, info.folder), old)
+            self._take(old.open(info.manifest, info.folder), old)
             raise
         finally:
             if self._opened is not None:

@@ -238,7 +238,7 @@ def run(
             from moeinf.runtime.generation.seq2seq import Languages
 
             opener = Opener(config, settings, now, Languages(src, tgt))
-            partner = LocalPartner(*opener.open(manifest, folder), opener)
+            partner = LocalPartner(opener.open(manifest, folder), opener)
         with partner:
             code = _converse(partner, begun, None if interactive else text, ways, settings, out)
             answer = partner.last

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from moeinf.api import Model
 from moeinf.cli.chat.client import Client
 from moeinf.cli.chat.local import LocalPartner, Opener
 from moeinf.cli.chat.remote import RemotePartner
@@ -16,7 +17,6 @@ from moeinf.cli.main import answer
 from moeinf.offload.gpu_tier.miss_split import Contended
 from moeinf.runtime.config import EngineConfig, Settings, read_server_environment
 from moeinf.runtime.engine.engine import Engine
-from moeinf.runtime.generation.chat import Conversation
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.processes import Registry
 from moeinf.runtime.machine import gpu as gpus
@@ -191,7 +191,7 @@ def test_what_lies_on_the_gpu_is_shown(
         check_document("ps", document)
         assert document["engines"][0]["device_peak_bytes"] == plan.peak_bytes
         opener = Opener(EngineConfig(), settings)
-        here = dict(LocalPartner(Conversation(engine), engine, opener).cache())
+        here = dict(LocalPartner(Model.around(engine), opener).cache())
         arena = format_bytes(plan.arena_bytes)
         assert here["experts on the GPU"] == f"0 of 192, 0 B of {arena}"
         server = read_server_environment()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FLOORS = ("cli", "server", "runtime", "offload", "models", "native", "errors")
+FLOORS = ("cli", "server", "api", "runtime", "offload", "models", "native", "errors")
 
 
 LINT_IMPORTS = (

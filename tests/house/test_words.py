@@ -13,7 +13,7 @@ import pytest
 from tests.house.prose import READERS, prose, sentences
 
 ROOT = Path(__file__).parents[2]
-FLOORS = ("errors", "native", "models", "offload", "runtime", "server", "cli")
+FLOORS = ("errors", "native", "models", "offload", "runtime", "server", "api", "cli")
 CODE = (*FLOORS, "benchmarks", "scripts", "tests")
 CHECKED = (
     *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "docs/**/*.md"),

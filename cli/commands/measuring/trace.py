@@ -28,7 +28,6 @@ from moeinf.offload.policy.names import DEFAULT_POLICY
 from moeinf.runtime.config import EngineConfig, Settings, read_environment
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.manifest import Manifest
-from moeinf.runtime.requests import SamplingOptions
 
 if TYPE_CHECKING:
     from moeinf.runtime.jobs.datasets import Item
@@ -91,8 +90,7 @@ def trace(
     manifest, folder = ensure(model, settings, out)
     done = _traced(
         manifest, folder, config, settings, out, prompts, src, tgt,
-        options=SamplingOptions(seed=seed), max_tokens=max_tokens, raw=raw, name=dataset,
-        out=out_file,
+        seed=seed, max_tokens=max_tokens, raw=raw, name=dataset, out=out_file,
     )  # fmt: skip
     _print(done, str(manifest.model), dataset, out_file, out)
     return _INTERRUPTED if done.interrupted else 0
@@ -102,18 +100,18 @@ def _traced(
     manifest: Manifest, folder: Path, config: EngineConfig, settings: Settings, output: Output,
     prompts: Sequence[Item], src: str | None, tgt: str | None, **how: Any,
 ) -> Traced:  # fmt: skip
-    """Run the prompts; how: see trace_items."""
-    from moeinf.runtime.engine.engine import Engine  # imports torch
+    """Run the prompts; how: see Model.trace."""
+    from moeinf.api import Model  # imports torch
     from moeinf.runtime.generation.seq2seq import Languages
-    from moeinf.runtime.jobs.trace_dataset import trace_items
 
-    with Engine.open(manifest, folder, config, settings) as engine, interruptible() as stopped:
+    languages = Languages(src, tgt)
+    with (
+        Model.of(manifest, folder, config, settings, languages) as model,
+        interruptible() as stopped,
+    ):
         with output.counting(f"tracing {manifest.model}", len(prompts)) as advance:
-            done = trace_items(
-                engine, prompts, languages=Languages(src, tgt), stopped=stopped, advance=advance,
-                **how,
-            )  # fmt: skip
-        for note in engine.take_notes():
+            done = model.trace(prompts, stopped=stopped, advance=advance, **how)
+        for note in model.engine.take_notes():
             output.note(note)
     return done
 

@@ -11,24 +11,13 @@ from moeinf.cli.errors import Usage
 from moeinf.cli.options import Json, Quiet, known_models
 from moeinf.cli.output import Output
 from moeinf.runtime.config import Settings, read_environment, read_other_stores
-from moeinf.runtime.hub.resolve import DenseModel, can_be_had, find_source
-from moeinf.runtime.hub.suggestions import is_dense, nearest
-from moeinf.runtime.library.library import Library, ModelInUse, NoSuchModel
+from moeinf.runtime.hub.resolve import find_source
+from moeinf.runtime.jobs.ensure import ensure as ensure_model
+from moeinf.runtime.jobs.ensure import make
+from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.local_stores import LocalModel, local_models
 from moeinf.runtime.library.manifest import Manifest, storable
-from moeinf.runtime.library.staging import PullInProgress
-from moeinf.runtime.names import (
-    DEMO,
-    LEAST_BITS,
-    MOST_BITS,
-    TAGS,
-    BadName,
-    ModelName,
-    bits_of_tag,
-    bits_tag,
-    parse_name,
-    plain,
-)
+from moeinf.runtime.names import LEAST_BITS, MOST_BITS, TAGS, ModelName, bits_of_tag, bits_tag
 from moeinf.runtime.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -147,32 +136,9 @@ def pull(
 def ensure(model: str, settings: Settings, out: Output) -> tuple[Manifest, Path]:
     """Return the model's manifest and folder; pull a model that is absent and available.
 
-    Without a tag nothing is pulled while another tag of the model is here. If there is only one, it
-    is used and a note names it. NoSuchModel names several.
+    Raises as jobs.ensure.
     """
-    library = Library(settings)
-    try:
-        return library.read(model)
-    except BadName:
-        if is_dense(model):  # with a tag of Ollama's
-            raise DenseModel(model) from None
-        raise
-    except NoSuchModel as error:
-        another = ":" not in plain(model) and parse_name(model).name != DEMO
-        if another and len(error.tags) == 1:
-            out.note(f"{plain(model)}: only {error.tags[0]} is on this machine")
-            return library.read(error.tags[0])
-        if (another and error.tags) or not can_be_had(model):
-            raise NoSuchModel(error.wanted, [*error.nearest, *nearest(model)], error.tags) from None
-    wanted, source = find_source(model, None, settings, out.note)
-    if library.has(wanted):  # MODEL was another spelling of it
-        return library.read(str(wanted))
-    try:
-        _pull(wanted, source, settings, out)
-    except (ModelInUse, PullInProgress):  # another process pulls the same model
-        out.note(f"another process is pulling {wanted}; waiting for it")
-        library.wait_for_maker(wanted)
-    return library.read(str(wanted))
+    return ensure_model(model, settings, out.note, out.progress)
 
 
 def _pull(
@@ -184,12 +150,7 @@ def _pull(
     mtp: bool = True,
 ) -> Manifest:
     """Repack with progress bars; notes on stderr name what is left out or rounded."""
-    from moeinf.runtime.eamc.collection_file import recorded_use
-    from moeinf.runtime.library.repack import repack
-
-    with out.progress(str(name)) as progress:
-        use = recorded_use(settings, name.name) if bits_of_tag(name.tag) is not None else ()
-        return repack(source, Library(settings), name, progress, out.note, allow_nan, use, mtp)
+    return make(name, source, settings, out.note, out.progress, allow_nan, mtp)
 
 
 def _tag_of(bits: float) -> str:

@@ -124,7 +124,7 @@ def through_run(
     manifest, folder = Library(settings).read(model)
     monkeypatch.setattr(Repl, "_line", lambda _repl, _prompt: typist.line())
     opener = Opener(EngineConfig(memory=parse_memory("100%"), speculation=False), settings)
-    with LocalPartner(*opener.open(manifest, folder), opener) as partner:
+    with LocalPartner(opener.open(manifest, folder), opener) as partner:
         engine = partner.engine
         engine.store.begin_pass = typist.watching(engine.store.begin_pass)  # type: ignore[method-assign]
         with create_app_session(DummyInput(), DummyOutput()):

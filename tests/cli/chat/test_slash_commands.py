@@ -48,7 +48,7 @@ def partner(demo_home: Path) -> Iterator[LocalPartner]:
     settings = Settings(demo_home)
     opener = Opener(EngineConfig(context=256, trace=False), settings)
     manifest, folder = Library(settings).read("demo")
-    with LocalPartner(*opener.open(manifest, folder), opener) as partner:
+    with LocalPartner(opener.open(manifest, folder), opener) as partner:
         yield partner
     assert not partner.ready
 
