@@ -2,7 +2,6 @@
 
 from moeinf.api.answers import Answer, AsyncStream, Stream
 from moeinf.api.model import Model
-from moeinf.runtime.jobs.trace_dataset import Traced
 from moeinf.runtime.requests import Message
 
-__all__ = ["Answer", "AsyncStream", "Message", "Model", "Stream", "Traced"]
+__all__ = ["Answer", "AsyncStream", "Message", "Model", "Stream"]

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from moeinf.api.answers import Answer, AsyncStream, Stream
@@ -22,13 +22,15 @@ from moeinf.runtime.generation.generate import Generation
 from moeinf.runtime.generation.report import statistics
 from moeinf.runtime.generation.seq2seq import Languages, converse
 from moeinf.runtime.invalid import InvalidValue
-from moeinf.runtime.jobs.datasets import Item
 from moeinf.runtime.jobs.ensure import ensure
-from moeinf.runtime.jobs.trace_dataset import Traced, trace_items
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.requests import Form, Limits, Message, SamplingOptions
 from moeinf.runtime.sizes import Progress, parse_memory
 from moeinf.runtime.text.reasoning import Kind
+
+if TYPE_CHECKING:
+    from moeinf.runtime.jobs.datasets import Item
+    from moeinf.runtime.jobs.trace_dataset import Traced
 
 _LOG = logging.getLogger("moeinf")
 Said = Message | Mapping[str, str]  # a message, or {"role": …, "content": …}
@@ -237,6 +239,9 @@ class Model:
         out: a recording (*.eam) for `moeinf simulate`. advance: called after each prompt. Raises
         OSError when the recording cannot be written.
         """
+        from moeinf.runtime.jobs.datasets import Item  # imports huggingface_hub
+        from moeinf.runtime.jobs.trace_dataset import trace_items
+
         items = [Item(one) if isinstance(one, str) else one for one in prompts]
         with self._alone():
             return trace_items(
