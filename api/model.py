@@ -144,6 +144,8 @@ class Model:
 
     def close(self) -> None:
         """End this thread's answers and those of tasks, wait for others, release the memory."""
+        if self._talk is None:
+            return
         for later in self._later:
             later.stop()
         if self._executor is not None:
@@ -187,8 +189,8 @@ class Model:
 
         Raises PromptTooLong, TemplateError, BadFormat, InvalidValue, and ExpertReadError.
         """
-        given = _Question(prompt, system, raw, think, format, max_tokens, stop, sampling)
-        return _whole(Stream(self._run(given)))
+        ways = {"system": system, "raw": raw, "think": think, "format": format}
+        return _whole(self.stream(prompt, **ways, max_tokens=max_tokens, stop=stop, **sampling))
 
     def chat(self, messages: Sequence[Said], **options: Any) -> Answer:
         """Answer the last of some messages, which is the user's.
@@ -244,6 +246,7 @@ class Model:
 
         items = [Item(one) if isinstance(one, str) else one for one in prompts]
         with self._alone():
+            self.conversation.release()  # a trace has a KV cache of its own
             return trace_items(
                 self.engine, items, SamplingOptions(seed=seed), max_tokens, self._languages,
                 raw=raw, name=name, out=None if out is None else Path(out), stopped=stopped,
@@ -302,6 +305,8 @@ class _Question:
         said = [Message("user", text)] if isinstance(text, str) else [_message(m) for m in text]
         if said and said[0].role == "system":
             system = said.pop(0).content
+        if raw and not isinstance(text, str):
+            raise InvalidValue("raw: messages have a template; give a text")
         if not said or said[-1].role != "user" or any(m.role == "system" for m in said):
             raise InvalidValue("messages: the last must be the user's, and only the first system's")
         self._earlier, self._text = said[:-1], said[-1].content

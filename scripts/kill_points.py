@@ -257,8 +257,8 @@ def try_all(place: Path, options: argparse.Namespace, what: str, action: Prepare
         status, _ = act(home, action, at, full)
         kind, found = state(home, changed)
         met = (FULL << 8) if full else signal.SIGKILL
-        beyond = points if len(outcomes) > 2 else points + LAST  # two outcomes, and "kept files"
-        if at > beyond and status != met:
+        both = full or {"absent", "complete"} <= outcomes.keys()
+        if at > points + (0 if both else LAST) and status != met:
             break  # beyond the end; the number of points also depends on timing
         outcomes[kind if status == met else f"unharmed {kind}"] += 1
         if kind == "HALF" or (found and found != shas):

@@ -107,8 +107,7 @@ class HyperHead:
     def __call__(self, x: Tensor) -> Tensor:
         """Map streams [T, N, D] to [T, D]."""
         eps = self.shape.norm_eps
-        rows = [_projected(row[None], self.fn, eps) for row in x]  # any company, the same bits
-        found = torch.cat(rows) if rows else x.new_zeros(0, self.shape.streams)
+        found = torch.cat([_projected(row[None], self.fn, eps) for row in x])  # as if alone
         weights = (found * self.scale.float() + self.base.float()).sigmoid() + self.shape.eps
         return _collapsed(x, weights)
 
@@ -180,13 +179,13 @@ class HyperBlock:
         normed, mixes = [], []
         for at, rows in pieces:
             x[at] = self._attended(x[at], rows)
-            one, mix = self.ffn_mix.over(x[at], rows.spans)
+            one, mix = self.ffn_mix(x[at])  # a piece is of one request
             normed.append(self.ffn_norm(one))
             mixes.append(mix)
         cuts, ids = [at for at, _ in pieces], [rows.ids for _, rows in pieces]
         change = self.ffn.over(torch.cat(normed), cuts, experts, torch.cat(ids))
-        for (at, rows), mix in zip(pieces, mixes, strict=True):
-            x[at] = expanded(x[at], mix, change[at], rows.spans)
+        for at, mix in zip(cuts, mixes, strict=True):
+            x[at] = expanded(x[at], mix, change[at])
         return x
 
     def _attended(self, x: Tensor, rows: PassRows) -> Tensor:

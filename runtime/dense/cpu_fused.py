@@ -91,12 +91,7 @@ class RowRouter:
         self.torch_router = torch_router
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        if not 1 < len(x) <= MOST_ROWS or x.dtype != torch.bfloat16:
-            return self.torch_router(x)
-        ids, weights = zip(
-            *(self.torch_router(x[row : row + 1]) for row in range(len(x))), strict=True
-        )
-        return torch.cat(ids), torch.cat(weights)
+        return _row_by_row(self.torch_router, x)
 
 
 @dataclass(frozen=True)
@@ -104,11 +99,18 @@ class RowHashRouter(HashRouter):
     """A HashRouter that weighs few rows one by one, as RowRouter does."""
 
     def __call__(self, x: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        if not 1 < len(x) <= MOST_ROWS or x.dtype != torch.bfloat16:
-            return super().__call__(x, tokens)
-        rows = [self(x[row : row + 1], tokens[row : row + 1]) for row in range(len(x))]
-        ids, weights = zip(*rows, strict=True)
-        return torch.cat(ids), torch.cat(weights)
+        return _row_by_row(super().__call__, x, tokens)
+
+
+def _row_by_row(
+    route: Callable[..., tuple[Tensor, Tensor]], x: Tensor, *more: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return route(x, *more), of few rows [T, …] each alone."""
+    if not 1 < len(x) <= MOST_ROWS or x.dtype != torch.bfloat16:
+        return route(x, *more)
+    rows = (route(*(y[at : at + 1] for y in (x, *more))) for at in range(len(x)))
+    ids, weights = zip(*rows, strict=True)
+    return torch.cat(ids), torch.cat(weights)
 
 
 class NativeGqa:

@@ -42,6 +42,10 @@ class Conversation:
         self.messages.clear()
         self.dropped = 0
 
+    def release(self) -> None:
+        """Free the KV cache; the next answer computes its whole prompt."""
+        self._scheduler = None
+
     def ask(
         self,
         text: str,

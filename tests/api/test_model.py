@@ -83,6 +83,7 @@ def test_chat_reuses_the_turns_before(model: Model) -> None:
         [{"role": "user", "content": SUM}, {"role": "system", "content": "Add."}],
         [{"role": "tool", "content": "42"}],
         [{"role": "user"}],
+        [{"role": "robot", "content": SUM}],
     ],
 )
 def test_messages_that_are_refused(messages: list[dict[str, str]], model: Model) -> None:
@@ -93,6 +94,8 @@ def test_messages_that_are_refused(messages: list[dict[str, str]], model: Model)
 def test_values_that_are_refused(model: Model, demo_home: Path) -> None:
     with pytest.raises(InvalidValue, match="temperature"):
         model.generate(SUM, temperature=-1)
+    with pytest.raises(InvalidValue, match="raw: "):
+        model.chat([Message("user", SUM)], raw=True)
     with pytest.raises(InvalidValue, match="tempo"):
         model.generate(SUM, tempo=1)
     with pytest.raises(InvalidValue, match="'mru' is not a policy"):
@@ -160,8 +163,11 @@ def test_trace(demo_home: Path, tmp_path: Path) -> None:
     settings = Settings(tmp_path / "home")
     manifest, folder = Library(Settings(demo_home)).read("demo:bf16")
     with Model.of(manifest, folder, EngineConfig(), settings) as model:
+        model.generate("reverse: abc", temperature=0, max_tokens=4)
+        assert model.conversation.cached_tokens > 0
         done = model.trace(["17+25=", "2+2="], max_tokens=4, out=tmp_path / "two.eam")
-        assert (done.requests, done.skipped, done.entries) == (2, 0, 2)
+        assert (done.requests, done.skipped, done.entries) == (2, 0, 3)
+        assert model.conversation.cached_tokens == 0
         assert (tmp_path / "two.eam").stat().st_size > 0
 
 
@@ -172,6 +178,9 @@ def test_close_ends_a_stream(demo_home: Path) -> None:
     with pytest.raises(RuntimeError, match="demo:bf16 is closed"):
         model.generate(SUM)
     assert list(stream) == []
+    with pytest.raises(RuntimeError, match="is closed"):
+        model.trace([SUM])
+    model.close()  # nothing happens
 
 
 def test_a_model_that_is_absent_is_pulled(tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def pull(
         before = library.source_of(wanted)
         if before not in (None, storable(source.origin)):
             out.note(f"{wanted} was made from {before}; this pull replaces it")
-        manifest = _pull(wanted, source, settings, out, allow_nan, not no_mtp)
+        manifest = make(wanted, source, settings, out.note, out.progress, allow_nan, not no_mtp)
     if json:
         sizes = {"size_bytes": manifest.size_bytes, "files": len(manifest.files)}
         about = {"source": manifest.source, "revision": manifest.revision}
@@ -139,18 +139,6 @@ def ensure(model: str, settings: Settings, out: Output) -> tuple[Manifest, Path]
     Raises as jobs.ensure.
     """
     return ensure_model(model, settings, out.note, out.progress)
-
-
-def _pull(
-    name: ModelName,
-    source: Source,
-    settings: Settings,
-    out: Output,
-    allow_nan: bool = False,
-    mtp: bool = True,
-) -> Manifest:
-    """Repack with progress bars; notes on stderr name what is left out or rounded."""
-    return make(name, source, settings, out.note, out.progress, allow_nan, mtp)
 
 
 def _tag_of(bits: float) -> str:

@@ -54,6 +54,9 @@ def test_every_outcome_is_absent_or_complete(what: str, every: int) -> None:
     assert points >= least_points
     assert sum(counts) >= len(range(1, points, every))
     assert len(counts) >= 2
+    if "--full" not in what:  # a kill met the model before it was there, and after
+        assert re.search(r"\d+ absent", run.stdout)
+        assert re.search(r"\d+ complete", run.stdout)
     if what in ("", "--hub"):
         kept = re.search(r"(\d+) kept files", run.stdout)  # which the rerun did not write again
         assert kept is not None
