@@ -7,7 +7,7 @@ Arguments of a wrong type, and negative numbers, raise TypeError everywhere.
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, final
+from typing import Any, Final, Literal, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -417,7 +417,7 @@ BLOCK_ROWS: Final[int]  # 16: rows of a quantised matrix that are stored togethe
 GROUP: Final[int]  # 32: weights that share a scale
 
 def kernel_path() -> str:
-    """Return the path of the kernels: avx512, avx2 or portable."""
+    """Return the path of the kernels: amx, avx512, avx2, neon-i8mm, neon or portable."""
 
 def kernels_are_fast() -> bool:
     """Return False on the portable path."""
@@ -475,7 +475,7 @@ class LinearKernel:
 
 @final
 class RouterKernel:
-    """Softmax over the experts, then the top_k of them (router.h). Any thread may run it."""
+    """Scores of the experts, then the top_k of them (router.h). Any thread may run it."""
 
     def __init__(
         self,
@@ -487,8 +487,13 @@ class RouterKernel:
         scale: float,
         groups: int,
         kept: int,
+        scoring: str = "softmax",
+        bias: int = 0,
     ) -> None:
-        """Set up. weight: bf16 [experts, hidden], which must not move. Raises ValueError."""
+        """Set up. weight: bf16 [experts, hidden]; scoring: softmax, sigmoid or top_softmax.
+
+        bias: f32 [experts], added for the choice, or 0. Both must not move. Raises ValueError.
+        """
 
     def run(self, x: int, rows: int, ids: int, weights: int) -> None:
         """Route x [rows, hidden] bf16 -> ids [rows, top_k] int64, weights f32. Without the GIL."""
@@ -579,11 +584,34 @@ class SlotKernel:
         if an expert is absent.
         """
 
+@final
+class MlpKernel:
+    """A dense network: down · (silu(gate · x) · (up · x)) for bfloat16 rows."""
+
+    def __init__(self, gate: LinearKernel, up: LinearKernel, down: LinearKernel) -> None:
+        """Set up the kernel. Raises ValueError for shapes that do not fit together."""
+
+    def run(self, x: int, rows: int, out: int) -> None:
+        """Run: x [rows, D] -> out [rows, D]. Works without the GIL. Raises MemoryError."""
+
+def silu_product(gate: int, up: int, count: int, out: int) -> None:
+    """Compute out = silu(gate) · up of `count` bfloat16 values, with the bits of MlpKernel.
+
+    out may be gate or up. Works without the GIL.
+    """
+
+def sigmoid_product(gate: int, each: int, x: int, count: int, out: int) -> None:
+    """Compute out [count, each] = sigmoid(gate [count]) · x, in bfloat16; the sigmoid is rounded.
+
+    A value depends only on its gate and its x. out may be x. Works without the GIL. Raises
+    ValueError.
+    """
+
 def is_gated(activation: str) -> bool:
     """Return whether experts with this activation have a gate. Raises ValueError if unknown."""
 
 def attention_path() -> str:
-    """Return the fastest path of decode attention: avx512bf16, avx512, avx2 or portable."""
+    """Return the fastest path of decode attention: avx512bf16, avx512, avx2, neon or portable."""
 
 def attention_block_keys(seen: int) -> int:
     """Return how many of `seen` keys form one task; see decode_attention.h."""
@@ -646,15 +674,21 @@ class GqaStep:
         width: int,
         scale: float,
         window: int,
-        q_norm: tuple[int, int, float] | None,
-        k_norm: tuple[int, int, float] | None,
+        q_norm: tuple[int, int, float, bool] | None,
+        k_norm: tuple[int, int, float, bool] | None,
         clip: float,
         sinks: int = 0,
+        *,
+        value_width: int = 0,
+        rotation: Literal["half", "pairs", "none"] = "half",
+        norms_last: bool = False,
     ) -> None:
-        """Set up the step. A norm is (address of its weight, width, eps).
+        """Set up the step. A norm is (address of its weight, width, eps, wide).
 
-        A norm's width divides the whole projection. sinks: see DecodeAttention. 0 means no window
-        or clip. Weights must not move. Raises ValueError.
+        wide: the weight is float32 and multiplied before the rounding. A norm's width divides the
+        whole projection. sinks: see DecodeAttention. 0 means no window, no clip, and values as
+        wide as keys. Columns rotate in halves of the first 2 · pairs, or in neighbours.
+        norms_last: norms come after the rotation. Weights must not move. Raises ValueError.
         """
 
     def __call__(
@@ -664,15 +698,16 @@ class GqaStep:
         v: int,
         cos: int,
         sin: int,
+        pairs: int,
         out: int,
         requests: Sequence[tuple[int, int, int, int, int, int, int]],
         q8: bool = False,
     ) -> None:
-        """Run: q, out [R, heads · width], k, v [R, kv_heads · width], cos, sin [R, width / 2] f32.
+        """Run: q [R, heads · W], k [R, kv_heads · W], v [R, kv_heads · V] -> out [R, heads · V].
 
-        Writes the newest row of each cache; see DecodeAttention for requests, whose tokens include
-        the new one. q8: the caches are in q8. Works without the GIL. Raises ValueError,
-        MemoryError.
+        cos and sin are [R, pairs] float32; columns after 2 · pairs do not rotate. Writes the
+        newest row of each cache; see DecodeAttention for requests, whose tokens include the new
+        one. q8: the caches are in q8. Works without the GIL. Raises ValueError, MemoryError.
         """
 
 @final
@@ -687,7 +722,7 @@ class MlaStep:
         value: int,
         kv_lora: int,
         scale: float,
-        norm: tuple[int, int, float],
+        norm: tuple[int, int, float, bool],
         kv_b: int,
     ) -> None:
         """Set up the step. norm: of the latent; kv_b: address of [heads, nope + value, kv_lora].
@@ -701,54 +736,100 @@ class MlaStep:
         latent: int,
         cos: int,
         sin: int,
+        pairs: int,
         out: int,
         requests: Sequence[tuple[int, int, int, int, int, int, int]],
         q8: bool = False,
     ) -> None:
         """Run: q [R, heads · (nope + rope)], latent [R, kv_lora + rope] -> out [R, heads · value].
 
-        cos and sin are [R, rope / 2] float32. Otherwise like GqaStep.
+        pairs is rope / 2. Otherwise like GqaStep.
         """
 
 @final
 class AttentionHalf:
-    """A layer up to its experts, for one token per request; all bfloat16. See attention_half.h."""
+    """The attention of a layer for one token per request; all bfloat16."""
 
     def __init__(
         self,
-        norm: tuple[int, int, float],
+        norm: tuple[int, int, float, bool],
         inputs: Sequence[tuple[LinearKernel, int]],
         step: GqaStep | MlaStep,
         output: tuple[LinearKernel, int],
-        residual: float,
-        ffn_norm: tuple[int, int, float],
-        router: RouterKernel | None,
+        *,
+        widening: tuple[tuple[int, int, float, bool], tuple[LinearKernel, int]] | None = None,
+        gated: bool = False,
     ) -> None:
-        """Set up the half. A norm is as in GqaStep; a pair is (layer, address of its bias or 0).
+        """Set it up. A norm is as in GqaStep; a pair is (layer, address of its bias or 0).
 
-        inputs: q, k, v of a GqaStep, or q, latent of an MlaStep. residual: a factor on the output.
-        Weights must not move. Raises ValueError.
+        inputs: q, k, v of a GqaStep, or q, latent of an MlaStep. widening: the norm and the second
+        layer where the first input is a bottleneck. gated: the first input gives query and gate of
+        each head, and the sigmoid of the gate multiplies the step's result. Weights must not move.
+        Raises ValueError.
+        """
+
+@final
+class DecoderLayer:
+    """A layer for one token per request, part of a LayerRun; all bfloat16."""
+
+    def __init__(
+        self,
+        attention: AttentionHalf | None,
+        width: int,
+        residual: float,
+        ffn_norm: tuple[int, int, float, bool],
+        router: RouterKernel | None,
+        mlp: MlpKernel | None,
+        gate: tuple[LinearKernel, int] | None = None,
+    ) -> None:
+        """Set up the layer for rows of `width`.
+
+        attention: None if the layer's rows have attended. residual: a factor on the outputs.
+        mlp: the shared experts, or without a router the whole network. gate: of the shared
+        experts, one value for a row. Weights must not move. Raises ValueError.
+        """
+
+@final
+class LayerRun:
+    """Layers that follow each other, for one token per request. See layer/decoder_layer.h."""
+
+    def __init__(self, layers: Sequence[DecoderLayer], numbers: Sequence[int], top_k: int) -> None:
+        """Set up the run. numbers: of each layer in its SlotKernel. It must not outlive `layers`.
+
+        top_k: of all routers. Raises ValueError.
         """
 
     def __call__(
         self,
+        first: int,
         x: int,
+        rows: int,
         cos: int,
         sin: int,
-        requests: Sequence[tuple[int, int, int, int, int, int, int]],
+        pairs: int,
+        requests: Sequence[Sequence[tuple[int, int, int, int, int, int, int]]],
+        q8: bool,
+        slots: Sequence[SlotKernel | None],
         y: int,
         z: int,
         ids: int,
         weights: int,
-    ) -> None:
-        """Run: y = x + residual · attention(norm(x)), z = ffn_norm(y), both [R, D].
+    ) -> int:
+        """Run layers of the run from number `first`; return how many it has completed.
 
-        ids [R, K] int64 and weights [R, K] f32 are the router's for z; unused without one. For
-        requests see GqaStep. Works without the GIL. Raises ValueError, MemoryError.
+        A layer: y = x + residual · attention(x), z = ffn_norm(y), both [R, D], R = rows. ids and
+        weights [layers, R, K] are the router's for z. If all these experts are in the layer's
+        slots, their weighted sum and the mlp of z are added to y, the next layer's x. It ends at
+        a layer where that is not so; y and z are then what its experts need. requests and slots:
+        of each layer from `first`, as many as shall run; see GqaStep. A layer without attention
+        has no requests. Works without the GIL. Raises ValueError, IndexError, MemoryError.
         """
 
-def rms_norm(weight: int, width: int, eps: float, x: int, rows: int, out: int) -> None:
-    """Divide each row of x [rows, width] bfloat16 by its root mean square, times weight [width]."""
+def rms_norm(norm: tuple[int, int, float, bool], x: int, rows: int, out: int) -> None:
+    """Divide each row of x [rows, width] bfloat16 by its root mean square, times the weight.
+
+    norm: see GqaStep. Raises ValueError.
+    """
 
 @final
 class AdaptiveCore:

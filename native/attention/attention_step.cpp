@@ -13,12 +13,15 @@ namespace moeinf {
 namespace {
 
 void norm_row(const RowNorm& norm, const std::uint16_t* x, std::size_t width, std::uint16_t* out) {
-    if (!norm.weight) {
-        if (out != x) std::memcpy(out, x, width * sizeof *x);
-        return;
-    }
-    for (std::size_t at = 0; at < width; at += norm.width)
-        attention::row_math().norm(norm.weight, norm.width, norm.eps, x + at, out + at);
+    const attention::RowMath& math = attention::row_math();
+    if (norm.wide)
+        for (std::size_t at = 0; at < width; at += norm.width)
+            math.wide_norm(norm.wide, norm.width, norm.eps, x + at, out + at);
+    else if (norm.weight)
+        for (std::size_t at = 0; at < width; at += norm.width)
+            math.norm(norm.weight, norm.width, norm.eps, x + at, out + at);
+    else if (out != x)
+        std::memcpy(out, x, width * sizeof *x);
 }
 
 void clip_row(float clip, std::size_t width, std::uint16_t* x) {
@@ -63,6 +66,22 @@ void write_value(const AttentionShape& shape, const CachedRows& cache, std::size
               shape.value_width);
 }
 
+// Norms, clips and rotates the heads of a row of queries or keys.
+void make_heads(const GqaStep& step, const RowNorm& norm, const std::uint16_t* from,
+                std::size_t columns, Angles angles, std::uint16_t* out) {
+    const RowNorm none{nullptr, columns, 0};
+    norm_row(step.norms_last ? none : norm, from, columns, out);
+    clip_row(step.clip, columns, out);
+    for (std::size_t at = 0; at < columns; at += step.shape.key_width) {
+        if (step.rotation == Rotation::kHalf)
+            attention::row_math().rotate_half(out + at, angles.cos, angles.sin, 2 * angles.pairs,
+                                              out + at);
+        else if (step.rotation == Rotation::kPairs)
+            rotate_pairs(out + at, angles.cos, angles.sin, 2 * angles.pairs, out + at);
+    }
+    if (step.norms_last) norm_row(norm, out, columns, out);
+}
+
 std::uint16_t* scratch(std::size_t items) {
     thread_local Scratch held;
     return reinterpret_cast<std::uint16_t*>(held.take(items * sizeof(std::uint16_t)));
@@ -77,28 +96,22 @@ void rms_norm(const RowNorm& norm, const std::uint16_t* x, std::size_t rows, std
 void gqa_step(const GqaStep& step, std::span<const CachedRows> requests, const std::uint16_t* q,
               const std::uint16_t* k, const std::uint16_t* v, Angles angles, std::uint16_t* out) {
     const AttentionShape& shape = step.shape;
-    const std::size_t width = shape.key_width, half = width / 2;
-    const std::size_t wide = shape.heads * width, narrower = shape.kv_heads * width;
-    std::uint16_t* queries = scratch(requests.size() * wide + narrower);
+    const std::size_t width = shape.key_width, value = shape.value_width;
+    const std::size_t wide = shape.heads * width, keys = shape.kv_heads * width;
+    const std::size_t values = shape.kv_heads * value;
+    std::uint16_t* queries = scratch(requests.size() * wide + std::max(keys, values));
     std::uint16_t* row = queries + requests.size() * wide;
-    const attention::RowMath& math = attention::row_math();
     for (std::size_t r = 0; r < requests.size(); ++r) {
-        const float *cos = angles.cos + r * half, *sin = angles.sin + r * half;
-        std::uint16_t* query = queries + r * wide;
-        norm_row(step.q_norm, q + r * wide, wide, query);
-        clip_row(step.clip, wide, query);
-        for (std::size_t h = 0; h < shape.heads; ++h)
-            math.rotate_half(query + h * width, cos, sin, width, query + h * width);
-        norm_row(step.k_norm, k + r * narrower, narrower, row);
-        clip_row(step.clip, narrower, row);
-        for (std::size_t g = 0; g < shape.kv_heads; ++g) {
-            math.rotate_half(row + g * width, cos, sin, width, row + g * width);
-            write_key(shape, requests[r], g, row + g * width);
-        }
-        std::memcpy(row, v + r * narrower, narrower * sizeof *row);
-        clip_row(step.clip, narrower, row);
+        const Angles mine{angles.cos + r * angles.pairs, angles.sin + r * angles.pairs,
+                          angles.pairs};
+        make_heads(step, step.q_norm, q + r * wide, wide, mine, queries + r * wide);
+        make_heads(step, step.k_norm, k + r * keys, keys, mine, row);
         for (std::size_t g = 0; g < shape.kv_heads; ++g)
-            write_value(shape, requests[r], g, row + g * width);
+            write_key(shape, requests[r], g, row + g * width);
+        std::memcpy(row, v + r * values, values * sizeof *row);
+        clip_row(step.clip, values, row);
+        for (std::size_t g = 0; g < shape.kv_heads; ++g)
+            write_value(shape, requests[r], g, row + g * value);
     }
     decode_attention(shape, requests, queries, out);
 }

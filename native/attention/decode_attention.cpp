@@ -8,6 +8,8 @@
 #include <vector>
 
 #include "attention/decode_attention_paths.h"
+#include "kernels/kernels.h"
+#include "platform/cpu.h"
 #include "threads/scratch.h"
 #include "threads/thread_pool.h"
 
@@ -36,10 +38,12 @@ AttentionPath lowered(AttentionPath path, const AttentionShape& shape) {
 
 const Path& implementation(AttentionPath path, bool q8) {
     switch (path) {
-#if defined(__x86_64__) && !defined(__clang__)
+#if defined(__x86_64__)
         case AttentionPath::kAvx512Bf16: return attention::kAvx512Bf16Path;
         case AttentionPath::kAvx512: return q8 ? attention::kAvx2Q8Path : attention::kAvx512Path;
         case AttentionPath::kAvx2: return q8 ? attention::kAvx2Q8Path : attention::kAvx2Path;
+#elif defined(__aarch64__)
+        case AttentionPath::kNeon: return q8 ? attention::kNeonQ8Path : attention::kNeonPath;
 #endif
         default: return q8 ? attention::kPortableQ8Path : attention::kPortablePath;
     }
@@ -185,17 +189,20 @@ class Call {
 }  // namespace
 
 AttentionPath best_attention_path() noexcept {
-#if defined(__x86_64__) && !defined(__clang__)
+#if defined(__x86_64__)
     static const AttentionPath best = [] {
-        const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-        if (wide && __builtin_cpu_supports("avx512bf16")) return AttentionPath::kAvx512Bf16;
+        const bool wide = platform::cpu().avx512f && platform::cpu().avx512bw &&
+                          platform::cpu().avx512dq && platform::cpu().avx512vl;
+        if (wide && platform::cpu().avx512bf16) return AttentionPath::kAvx512Bf16;
         if (wide) return AttentionPath::kAvx512;
-        if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+        if (platform::cpu().avx2 && platform::cpu().fma)
             return AttentionPath::kAvx2;
         return AttentionPath::kPortable;
     }();
     return best;
+#elif defined(__aarch64__)
+    static const bool found = platform::cpu().dot_product;
+    return found ? AttentionPath::kNeon : AttentionPath::kPortable;
 #else
     return AttentionPath::kPortable;
 #endif
@@ -206,6 +213,7 @@ const char* name_of(AttentionPath path) noexcept {
         case AttentionPath::kAvx512Bf16: return "avx512bf16";
         case AttentionPath::kAvx512: return "avx512";
         case AttentionPath::kAvx2: return "avx2";
+        case AttentionPath::kNeon: return "neon";
         default: return "portable";
     }
 }

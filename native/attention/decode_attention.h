@@ -28,6 +28,8 @@
 //   avx512, avx2, portable   one body in vectors of 16, 8 or 4 floats (decode_attention_lanes.h);
 //                keys and values are widened, everything is float32. Caches in q8 have a form of
 //                avx2 (decode_attention_q8.h), which wider processors take, too
+//   neon         of aarch64 with the dot product: the body in vectors of 4, with portable's bits.
+//                Caches in q8 have their own form (decode_attention_q8_neon.h)
 //
 // Scratch: at most kMaxBlocks partials per request and head, kept by the calling thread for reuse.
 #pragma once
@@ -43,7 +45,7 @@ inline constexpr std::size_t kMinBlockKeys = 256;
 inline constexpr std::size_t kMaxBlocks = 16;
 inline constexpr std::size_t kMaxLanesHeads = 16;  // query heads that a path works on at once
 
-enum class AttentionPath { kPortable, kAvx2, kAvx512, kAvx512Bf16 };
+enum class AttentionPath { kPortable, kNeon, kAvx2, kAvx512, kAvx512Bf16 };
 
 // Returns the fastest path that this processor supports.
 AttentionPath best_attention_path() noexcept;

@@ -3,6 +3,7 @@
 //
 //   MOEINF_LANES        the namespace
 //   MOEINF_LANE_FLOATS  the number of floats in a vector
+//   MOEINF_LANE_SDOT    if the processor has NEON's dot product
 //
 // No include guard and no includes: included code must not be compiled for one processor only.
 //
@@ -224,8 +225,25 @@ inline void weigh(const Task& task, std::size_t head, std::size_t count, Scores&
     sum += sum_of(sums);
 }
 
-#if MOEINF_LANE_FLOATS == 8
+#if MOEINF_LANE_FLOATS == 8 || defined(MOEINF_LANE_SDOT)
+inline std::size_t blocks_of(std::size_t width) noexcept {
+    return (width + kQ8Values - 1) / kQ8Values;
+}
+
+// Returns the block as 32 readable int8: `last` holds a copy of one that is shorter.
+inline const std::uint8_t* whole_block(const Q8* block, std::size_t left,
+                                       std::uint8_t* last) noexcept {
+    const auto* at = reinterpret_cast<const std::uint8_t*>(block) + sizeof(LooseScale);
+    if (left >= kQ8Values) return at;
+    for (std::size_t i = 0; i < left; ++i) last[i] = at[i];
+    return last;
+}
+
+#ifdef MOEINF_LANE_SDOT
+#include "attention/decode_attention_q8_neon.h"
+#else
 #include "attention/decode_attention_q8.h"
+#endif
 #endif
 
 template <class Item>
@@ -320,8 +338,8 @@ void dot_rows(const std::uint16_t* weights, std::size_t rows, std::size_t width,
     }
 }
 
-void norm(const std::uint16_t* weight, std::size_t width, float eps, const std::uint16_t* x,
-          std::uint16_t* out) noexcept {
+// Returns 1 / sqrt(mean(x²) + eps).
+inline float norm_factor(std::size_t width, float eps, const std::uint16_t* x) noexcept {
     Vector sums[2] = {};
     std::size_t i = 0;
     for (; i + 2 * kFloats <= width; i += 2 * kFloats)
@@ -331,10 +349,25 @@ void norm(const std::uint16_t* weight, std::size_t width, float eps, const std::
         }
     float sum = sum_of(sums[0] + sums[1]);
     for (; i < width; ++i) sum += widen(x[i]) * widen(x[i]);
-    const float factor = 1.0f / __builtin_sqrtf(sum / static_cast<float>(width) + eps);
-    for (i = 0; i + kFloats <= width; i += kFloats)
+    return 1.0f / __builtin_sqrtf(sum / static_cast<float>(width) + eps);
+}
+
+void norm(const std::uint16_t* weight, std::size_t width, float eps, const std::uint16_t* x,
+          std::uint16_t* out) noexcept {
+    const float factor = norm_factor(width, eps, x);
+    std::size_t i = 0;
+    for (; i + kFloats <= width; i += kFloats)
         store(out + i, round_to_half(load(x + i) * factor) * load(weight + i));
     for (; i < width; ++i) out[i] = narrow(widen(narrow(widen(x[i]) * factor)) * widen(weight[i]));
+}
+
+void wide_norm(const float* weight, std::size_t width, float eps, const std::uint16_t* x,
+               std::uint16_t* out) noexcept {
+    const float factor = norm_factor(width, eps, x);
+    std::size_t i = 0;
+    for (; i + kFloats <= width; i += kFloats)
+        store(out + i, load(x + i) * factor * load(weight + i));
+    for (; i < width; ++i) out[i] = narrow(widen(x[i]) * factor * weight[i]);
 }
 
 void rotate_half(const std::uint16_t* x, const float* cos, const float* sin, std::size_t width,

@@ -44,6 +44,9 @@ struct RowMath {
     // out = x / sqrt(mean(x²) + eps), rounded, times weight; may be in place
     void (*norm)(const std::uint16_t* weight, std::size_t width, float eps, const std::uint16_t* x,
                  std::uint16_t* out) noexcept;
+    // The same with one rounding, after the product with weight.
+    void (*wide_norm)(const float* weight, std::size_t width, float eps, const std::uint16_t* x,
+                      std::uint16_t* out) noexcept;
     // Rotates the pairs (i, i + width/2) by the angles cos, sin [width/2]; may be in place.
     void (*rotate_half)(const std::uint16_t* x, const float* cos, const float* sin,
                         std::size_t width, std::uint16_t* out) noexcept;
@@ -53,7 +56,7 @@ const RowMath& row_math() noexcept;  // for best_attention_path()
 
 inline constexpr float kNoKey = -1e30f;  // the score of a missing key; its power of two is 0
 
-extern const Path kPortablePath, kAvx2Path, kAvx512Path, kAvx512Bf16Path;
-extern const Path kPortableQ8Path, kAvx2Q8Path;  // for caches in q8
+extern const Path kPortablePath, kNeonPath, kAvx2Path, kAvx512Path, kAvx512Bf16Path;
+extern const Path kPortableQ8Path, kNeonQ8Path, kAvx2Q8Path;  // for caches in q8
 
 }  // namespace moeinf::attention

@@ -12,10 +12,6 @@
 
 constexpr std::size_t kSums = 8;
 
-inline std::size_t blocks_of(std::size_t width) noexcept {
-    return (width + kQ8Values - 1) / kQ8Values;
-}
-
 std::size_t packed_q8_bytes(std::size_t heads, std::size_t key_width) {
     return heads * (blocks_of(key_width) * kQ8Values * sizeof(std::int16_t) + sizeof(float));
 }
@@ -40,15 +36,6 @@ void pack_q8(const void* q, std::size_t heads, std::size_t key_width, bool, void
             to[i] = usual ? static_cast<std::int16_t>(__builtin_lrintf(value)) : 0;
         }
     }
-}
-
-// Returns the block as 32 readable int8: `last` holds a copy of one that is shorter.
-inline const std::uint8_t* whole_block(const Q8* block, std::size_t left,
-                                       std::uint8_t* last) noexcept {
-    const auto* at = reinterpret_cast<const std::uint8_t*>(block) + sizeof(LooseScale);
-    if (left >= kQ8Values) return at;
-    for (std::size_t i = 0; i < left; ++i) last[i] = at[i];
-    return last;
 }
 
 inline __m256i sixteen(const std::uint8_t* at) noexcept {

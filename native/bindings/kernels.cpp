@@ -12,8 +12,6 @@
 
 #include "kernels/expert_ffn.h"
 #include "kernels/quantise.h"
-#include "kernels/router.h"
-#include "kernels/slot_experts.h"
 
 namespace py = pybind11;
 
@@ -44,6 +42,13 @@ Activation activation_of(const std::string& name) {
     if (name == "relu") return Activation::kRelu;
     if (name == "relu2") return Activation::kRelu2;
     throw std::invalid_argument("no kernel for the activation '" + name + "'");
+}
+
+Scoring scoring_of(const std::string& name) {
+    if (name == "softmax") return Scoring::kSoftmax;
+    if (name == "sigmoid") return Scoring::kSigmoid;
+    if (name == "top_softmax") return Scoring::kTopSoftmax;
+    throw std::invalid_argument("no kernel for the scores '" + name + "'");
 }
 
 Format tiled_format(const std::string& name) {
@@ -85,6 +90,23 @@ Dtype dtype_of(bool f32) {
     return f32 ? Dtype::kF32 : Dtype::kBf16;
 }
 
+Router checked(const Router& router) {
+    check_side(router.weight.rows);
+    check_side(router.weight.columns);
+    if (router.top_k < 1 || router.top_k > router.weight.rows)
+        throw std::invalid_argument("a token goes to 1 ... all experts");
+    if (router.groups < 1 || router.groups > kMaxRouterGroups ||
+        router.weight.rows % router.groups || router.kept < 1 || router.kept > router.groups)
+        throw std::invalid_argument("groups are equal, and 1 ... all of them are kept");
+    if (router.bias != nullptr && router.groups > 1 && router.weight.rows < 2 * router.groups)
+        throw std::invalid_argument("a group has at least two experts");
+    if (router.scoring == Scoring::kTopSoftmax && (router.bias == nullptr || router.groups > 1))
+        throw std::invalid_argument("top_softmax has a bias and no groups");
+    return router;
+}
+
+}  // namespace
+
 class ExpertKernel {
   public:
     ExpertKernel(const std::string& format, std::size_t hidden, std::size_t intermediate,
@@ -125,55 +147,49 @@ class ExpertKernel {
     ExpertShape shape_;
 };
 
-class SlotKernel {
-  public:
-    SlotKernel(const ExpertKernel& kernel, std::uintptr_t table, std::size_t layers,
-               std::size_t experts, std::uintptr_t slots, std::size_t slot_bytes)
-        : experts_{kernel.shape(), at<const std::int32_t>(table), layers, experts,
-                   weights_at(slots, kernel.shape().format), slot_bytes} {
-        if (slot_bytes < kernel.expert_bytes() || slot_bytes % 64 != 0)
-            throw std::invalid_argument("an expert does not fit into a slot");
-    }
-
-    std::ptrdiff_t count(std::size_t layer, std::uintptr_t ids, std::size_t rows,
-                         std::size_t top_k) const {
-        return count_present(experts_, routing(layer, rows, top_k, ids, 0));
-    }
-
-    void run(std::size_t layer, std::uintptr_t x, std::size_t rows, std::uintptr_t ids,
-             std::uintptr_t weights, std::size_t top_k, std::uintptr_t out, bool f32) const {
-        const LayerRouting found = routing(layer, rows, top_k, ids, weights);
-        if (count_present(experts_, found) < 0)
-            throw std::out_of_range("an expert of layer " + std::to_string(layer) + " is absent");
-        const py::gil_scoped_release no_gil;
-        run_present(compute_pool(), current_kernels(), experts_, found, at(x), at(out),
-                    dtype_of(f32));
-    }
-
-  private:
-    LayerRouting routing(std::size_t layer, std::size_t rows, std::size_t top_k,
-                         std::uintptr_t ids, std::uintptr_t weights) const {
-        if (layer >= experts_.layers)
-            throw std::out_of_range("layer " + std::to_string(layer) + " of " +
-                                    std::to_string(experts_.layers));
-        return {layer, rows, top_k, at<const std::int64_t>(ids), at<const float>(weights)};
-    }
-
-    SlotExperts experts_;
-};
-
-Router checked(const Router& router) {
-    check_side(router.weight.rows);
-    check_side(router.weight.columns);
-    if (router.top_k < 1 || router.top_k > router.weight.rows)
-        throw std::invalid_argument("a token goes to 1 ... all experts");
-    if (router.groups < 1 || router.groups > kMaxRouterGroups ||
-        router.weight.rows % router.groups || router.kept < 1 || router.kept > router.groups)
-        throw std::invalid_argument("groups are equal, and 1 ... all of them are kept");
-    return router;
+MlpKernel::MlpKernel(const LinearKernel& gate, const LinearKernel& up, const LinearKernel& down)
+    : mlp_{gate.matrix(), up.matrix(), down.matrix()} {
+    if (mlp_.gate.rows != mlp_.up.rows || mlp_.gate.columns != mlp_.up.columns ||
+        mlp_.down.columns != mlp_.gate.rows || mlp_.down.rows != mlp_.gate.columns)
+        throw std::invalid_argument("matrices of another network");
 }
 
-}  // namespace
+void MlpKernel::run(std::uintptr_t x, std::size_t rows, std::uintptr_t out) const {
+    const py::gil_scoped_release no_gil;
+    gated_mlp(compute_pool(), current_kernels(), mlp_, at<const std::uint16_t>(x), rows,
+              at<std::uint16_t>(out));
+}
+
+SlotKernel::SlotKernel(const ExpertKernel& kernel, std::uintptr_t table, std::size_t layers,
+                       std::size_t experts, std::uintptr_t slots, std::size_t slot_bytes)
+    : experts_{kernel.shape(), at<const std::int32_t>(table), layers, experts,
+               weights_at(slots, kernel.shape().format), slot_bytes} {
+    if (slot_bytes < kernel.expert_bytes() || slot_bytes % 64 != 0)
+        throw std::invalid_argument("an expert does not fit into a slot");
+}
+
+std::ptrdiff_t SlotKernel::count(std::size_t layer, std::uintptr_t ids, std::size_t rows,
+                                 std::size_t top_k) const {
+    return count_present(experts_, routing(layer, rows, top_k, ids, 0));
+}
+
+void SlotKernel::run(std::size_t layer, std::uintptr_t x, std::size_t rows, std::uintptr_t ids,
+                     std::uintptr_t weights, std::size_t top_k, std::uintptr_t out,
+                     bool f32) const {
+    const LayerRouting found = routing(layer, rows, top_k, ids, weights);
+    if (count_present(experts_, found) < 0)
+        throw std::out_of_range("an expert of layer " + std::to_string(layer) + " is absent");
+    const py::gil_scoped_release no_gil;
+    run_present(compute_pool(), current_kernels(), experts_, found, at(x), at(out), dtype_of(f32));
+}
+
+LayerRouting SlotKernel::routing(std::size_t layer, std::size_t rows, std::size_t top_k,
+                                 std::uintptr_t ids, std::uintptr_t weights) const {
+    if (layer >= experts_.layers)
+        throw std::out_of_range("layer " + std::to_string(layer) + " of " +
+                                std::to_string(experts_.layers));
+    return {layer, rows, top_k, at<const std::int64_t>(ids), at<const float>(weights)};
+}
 
 LinearKernel::LinearKernel(const std::string& format, std::size_t out_features,
                            std::size_t in_features, std::uintptr_t weights)
@@ -191,9 +207,10 @@ void LinearKernel::run(std::uintptr_t x, std::size_t rows, std::uintptr_t out, b
 
 RouterKernel::RouterKernel(std::uintptr_t weight, std::size_t experts, std::size_t hidden,
                            std::size_t top_k, bool renormalise, float scale, std::size_t groups,
-                           std::size_t kept)
+                           std::size_t kept, const std::string& scoring, std::uintptr_t bias)
     : router_(checked({{weights_at(weight, Format::kBf16), Format::kBf16, experts, hidden},
-                       top_k, renormalise, scale, groups, kept})) {}
+                       top_k, renormalise, scale, groups, kept, scoring_of(scoring),
+                       at<const float>(bias)})) {}
 
 void RouterKernel::run(std::uintptr_t x, std::size_t rows, std::uintptr_t ids,
                        std::uintptr_t weights) const {
@@ -222,9 +239,10 @@ void bind_kernels(py::module_& m) {
              py::arg("f32"));
     py::class_<RouterKernel>(m, "RouterKernel", py::is_final())
         .def(py::init<std::uintptr_t, std::size_t, std::size_t, std::size_t, bool, float,
-                      std::size_t, std::size_t>(),
+                      std::size_t, std::size_t, const std::string&, std::uintptr_t>(),
              py::arg("weight"), py::arg("experts"), py::arg("hidden"), py::arg("top_k"),
-             py::arg("renormalise"), py::arg("scale"), py::arg("groups"), py::arg("kept"))
+             py::arg("renormalise"), py::arg("scale"), py::arg("groups"), py::arg("kept"),
+             py::arg("scoring") = "softmax", py::arg("bias") = 0)
         .def("run", &RouterKernel::run, py::arg("x"), py::arg("rows"), py::arg("ids"),
              py::arg("weights"));
     py::class_<ExpertKernel>(m, "ExpertKernel", py::is_final())
@@ -244,6 +262,26 @@ void bind_kernels(py::module_& m) {
              py::arg("top_k"))
         .def("run", &SlotKernel::run, py::arg("layer"), py::arg("x"), py::arg("rows"),
              py::arg("ids"), py::arg("weights"), py::arg("top_k"), py::arg("out"), py::arg("f32"));
+    py::class_<MlpKernel>(m, "MlpKernel", py::is_final())
+        .def(py::init<const LinearKernel&, const LinearKernel&, const LinearKernel&>(),
+             py::arg("gate"), py::arg("up"), py::arg("down"))
+        .def("run", &MlpKernel::run, py::arg("x"), py::arg("rows"), py::arg("out"));
+    m.def(
+        "silu_product",
+        [](std::uintptr_t gate, std::uintptr_t up, std::size_t count, std::uintptr_t out) {
+            silu_product(compute_pool(), at<const std::uint16_t>(gate),
+                         at<const std::uint16_t>(up), count, at<std::uint16_t>(out));
+        },
+        py::arg("gate"), py::arg("up"), py::arg("count"), py::arg("out"), no_gil);
+    m.def(
+        "sigmoid_product",
+        [](std::uintptr_t gate, std::size_t each, std::uintptr_t x, std::size_t count,
+           std::uintptr_t out) {
+            if (each == 0) throw std::invalid_argument("a gate has at least one value");
+            sigmoid_product(compute_pool(), at<const std::uint16_t>(gate), each,
+                            at<const std::uint16_t>(x), count, at<std::uint16_t>(out));
+        },
+        py::arg("gate"), py::arg("each"), py::arg("x"), py::arg("count"), py::arg("out"), no_gil);
     m.def(
         "combine_rows",
         [](std::uintptr_t rows, std::uintptr_t weights, std::size_t tokens, std::size_t top_k,

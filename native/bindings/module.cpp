@@ -7,11 +7,9 @@
 //
 // A blocked wait checks for pending signals every kPollSeconds, so that Ctrl-C ends it; the tickets
 // then stay undelivered.
-#include <fcntl.h>
-#include <pybind11/pybind11.h>
+#include <pybind11/pybind11.h>  // Python.h must come before the system's headers
 #include <pybind11/stl.h>
 #include <pybind11/stl/filesystem.h>
-#include <unistd.h>
 
 #include <cerrno>
 #include <filesystem>
@@ -24,6 +22,7 @@
 #include "bindings/kernels.h"
 #include "bindings/policy.h"
 #include "measure/read_loop.h"
+#include "platform/files.h"
 
 namespace py = pybind11;
 using namespace moeinf;
@@ -112,11 +111,7 @@ void sync_file_system(int fd) {
     int code = 0;
     {
         const py::gil_scoped_release no_gil;
-#ifdef __linux__
-        if (syncfs(fd) != 0) code = errno;
-#else
-        if (fsync(fd) != 0) code = errno;
-#endif
+        if (platform::sync_file_system(fd) != 0) code = errno;
     }
     if (code != 0) {
         set_error(make_os_error(PyExc_OSError, code, std::generic_category().message(code), ""));
@@ -178,7 +173,7 @@ void bind_copy_queue(py::module_& m) {
     const auto add_source = [](CopyQueue& queue, const std::filesystem::path& path,
                                std::uint64_t offset, std::size_t bytes,
                                std::optional<std::uint32_t> crc32c) {
-        return queue->add_source({path.native(), offset, bytes, crc32c});
+        return queue->add_source({path.string(), offset, bytes, crc32c});
     };
     const auto replace_sources = [](CopyQueue& queue, const std::vector<SourceId>& ids,
                                     const std::vector<std::filesystem::path>& paths,
@@ -186,7 +181,7 @@ void bind_copy_queue(py::module_& m) {
         if (paths.size() != offsets.size()) throw std::invalid_argument("as many paths as offsets");
         std::vector<Source> sources;
         for (std::size_t i = 0; i < paths.size(); ++i)
-            sources.push_back({paths[i].native(), offsets[i], bytes, std::nullopt});
+            sources.push_back({paths[i].string(), offsets[i], bytes, std::nullopt});
         queue->replace_sources(ids, sources);
     };
     const auto submit = [](CopyQueue& queue, SourceId source, std::size_t slot, double priority) {

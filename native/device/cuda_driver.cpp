@@ -1,13 +1,12 @@
 // Loads libcuda, checks every result, and passes arguments on.
 #include "device/cuda_driver.h"
 
-#include <dlfcn.h>
-
 #include <algorithm>
 #include <array>
 #include <vector>
 
 #include "device/cuda_calls.h"
+#include "platform/library.h"
 
 namespace moeinf {
 using namespace cuda;
@@ -28,13 +27,11 @@ bool DriverError::unsupported() const noexcept {
 
 Driver::Driver(const std::string& library) : calls_(std::make_unique<Calls>()) {
     Calls& c = *calls_;
-    c.library = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
-    if (c.library == nullptr) {
-        const char* const why = dlerror();
-        throw NoDriver(why != nullptr ? why : library + " cannot be opened");
-    }
+    std::string why;
+    c.library = platform::open_library(library, why);
+    if (c.library == nullptr) throw NoDriver(why);
     const auto find = [&c]<class Function>(Function& function, const char* name) {
-        function = reinterpret_cast<Function>(dlsym(c.library, name));
+        function = reinterpret_cast<Function>(platform::find_symbol(c.library, name));
         return function != nullptr;
     };
 #define MOEINF_FIND(member, name, ...) find(c.member, #name)

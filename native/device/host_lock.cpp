@@ -1,9 +1,9 @@
 // Registers and unregisters slices.
 #include "device/host_lock.h"
 
-#include <unistd.h>
-
 #include <algorithm>
+
+#include "platform/memory.h"
 
 namespace moeinf {
 
@@ -12,7 +12,7 @@ HostLock::HostLock(std::shared_ptr<Context> context, std::shared_ptr<SlotPool> p
     : context_(std::move(context)),
       pool_(std::move(pool)),
       slice_slots_(slots_of_slice(slice_bytes, pool_->slot_bytes(),
-                                  static_cast<std::size_t>(sysconf(_SC_PAGESIZE)))) {}
+                                  platform::page_bytes())) {}
 
 HostLock::~HostLock() {
     for (std::size_t first = 0; first < locked_slots(); first += slice_slots_)

@@ -205,4 +205,9 @@ void activate(Activation activation, const float* gate, const float* up, float* 
     }
 }
 
+void sigmoid(const float* x, float* values) noexcept {
+    for (std::size_t i = 0; i < kGroup; i += kWide)
+        store(values + i, 1.0f / (1.0f + exponential(-load(x + i))));
+}
+
 }  // namespace moeinf

@@ -37,6 +37,15 @@ struct SplitGroup {
 };
 static_assert(sizeof(SplitGroup) == 128);
 
+// A group of up to 16 rows together, for AMX. Rows that are not there are zeros.
+inline constexpr std::size_t kSetRows = 16;
+struct alignas(64) RowSet {
+    std::int8_t codes[kSetRows][kGroup];
+    float scales[kSetRows];
+    float levels[kSetRows];  // q4k, q5k: start
+};
+static_assert(sizeof(RowSet) == 640);
+
 inline constexpr float kLeastMagnitude = 1e-30f;
 
 enum class Dtype { kBf16, kF32 };  // of a tensor of activations
@@ -90,5 +99,8 @@ void store_row(const float* values, std::size_t count, std::byte* row, Dtype dty
 // exp() is a polynomial of degree 6, within 2 ulp. For SwiGLU a gate below -88 gives −0 and a gate
 // above 88 gives the gate itself, as with an exact exp. A NaN stays NaN.
 void activate(Activation activation, const float* gate, const float* up, float* values) noexcept;
+
+// Writes values[i] = 1 / (1 + exp(-x[i])) for 32 values, with the same exp().
+void sigmoid(const float* x, float* values) noexcept;
 
 }  // namespace moeinf

@@ -271,7 +271,8 @@ void quantise_rows(const std::byte* rows, Dtype dtype, std::size_t count, std::s
     auto* quantise = quantise_baseline;
 #if defined(__x86_64__)
     if (&current_kernels() == &kAvx2Kernels) quantise = quantise_avx2;
-    if (&current_kernels() == &kAvx512Kernels) quantise = quantise_avx512;
+    if (current_kernels().q8 == kAvx512Kernels.q8)  // path amx, too
+        quantise = quantise_avx512;
 #endif
     if (is_interleaved(format)) quantise = quantise_blocks;
     const std::size_t item = dtype == Dtype::kF32 ? 4 : 2;

@@ -313,7 +313,8 @@ void quantise_blocks(const std::byte* rows, Dtype dtype, std::size_t count, std:
     auto* search = search_baseline;
 #if defined(__x86_64__)
     if (&current_kernels() == &kAvx2Kernels) search = search_avx2;
-    if (&current_kernels() == &kAvx512Kernels) search = search_avx512;
+    if (current_kernels().q8 == kAvx512Kernels.q8)  // path amx, too
+        search = search_avx512;
 #endif
     const std::size_t item = dtype == Dtype::kF32 ? 4 : 2;
     const std::size_t size = tile_bytes(format) / kBlockRows;

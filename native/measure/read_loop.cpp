@@ -1,8 +1,6 @@
 // Reads a buffer from start to end on several threads, and takes the time.
 #include "measure/read_loop.h"
 
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <atomic>
 #include <barrier>
@@ -13,6 +11,8 @@
 #include <thread>
 #include <vector>
 
+#include "platform/cpu.h"
+#include "platform/memory.h"
 #include "queue/pages.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -67,7 +67,7 @@ using Loop = std::uint64_t (*)(const std::byte*, std::size_t);
 
 Loop choose_loop(bool prefetch) {
 #ifdef MOEINF_X86
-    if (__builtin_cpu_supports("avx2")) return prefetch ? read_avx2<true> : read_avx2<false>;
+    if (platform::cpu().avx2) return prefetch ? read_avx2<true> : read_avx2<false>;
 #endif
     return prefetch ? read_plain<true> : read_plain<false>;
 }
@@ -75,15 +75,12 @@ Loop choose_loop(bool prefetch) {
 class Buffer {
   public:
     Buffer(std::size_t bytes, bool huge) : bytes_(bytes + kHugeBytes) {
-        void* const at =
-            mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-        if (at == MAP_FAILED) throw std::bad_alloc();
+        void* const at = platform::map_memory(bytes_);
+        if (at == nullptr) throw std::bad_alloc();
         base_ = static_cast<std::byte*>(at);
-#ifdef MADV_HUGEPAGE
-        madvise(at, bytes_, huge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);  // advice: may be refused
-#endif
+        platform::advise_huge_pages(at, bytes_, huge);
     }
-    ~Buffer() { munmap(base_, bytes_); }
+    ~Buffer() { platform::unmap_memory(base_, bytes_); }
     Buffer(const Buffer&) = delete;
     Buffer& operator=(const Buffer&) = delete;
 

@@ -10,10 +10,14 @@
 #include <cstdint>
 #include <span>
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#include "platform/cpu.h"
+
+#if defined(__x86_64__)
 #include <immintrin.h>
-#define MOEINF_WIDE __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #define MOEINF_COUNTS_BITS  // target_clones has no name for processors that count bits in vectors
+#endif
+#if defined(__x86_64__) && defined(__ELF__)  // gcc chooses between clones with ELF's ifunc only
+#define MOEINF_WIDE __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
 #define MOEINF_WIDE
 #endif
@@ -189,9 +193,9 @@ void add_overlap(const std::uint64_t* bits, const std::uint64_t* chosen, std::si
                  std::size_t stride, std::size_t count, float* overlap) {
 #ifdef MOEINF_COUNTS_BITS
     static const bool wide =
-        __builtin_cpu_supports("avx512vpopcntdq") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq");
-    static const bool bytes = __builtin_cpu_supports("avx2");
+        platform::cpu().avx512vpopcntdq && platform::cpu().avx512vl &&
+        platform::cpu().avx512bw && platform::cpu().avx512dq;
+    static const bool bytes = platform::cpu().avx2;
     if (wide) return overlaps_wide(bits, chosen, words, stride, count, overlap);
     if (bytes) return overlaps_by_bytes(bits, chosen, words, stride, count, overlap);
 #endif

@@ -1,33 +1,19 @@
 // CopyQueue: the core on real threads, real time and real files. Does not know of Python.
 #include "queue/copy_queue_files.h"
 
-#include <pthread.h>
-#include <signal.h>
-#include <unistd.h>
-
 #include <utility>
 
+#include "platform/threads.h"
 #include "queue/crc32c.h"
 
 namespace moeinf {
 
 template class CopyQueueCore<StdSync, SteadyClock, FileSlots, HostSlots>;
 
-// Blocks all signals in the new thread: they belong to Python. A signal delivered to a reader
-// thread would not interrupt the main thread.
 std::thread StdSync::start(std::function<void()> body) {
-    sigset_t all;
-    sigset_t before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);  // a new thread inherits it
-    struct Restore {
-        const sigset_t* mask;
-        ~Restore() { pthread_sigmask(SIG_SETMASK, mask, nullptr); }
-    } restore{&before};
+    [[maybe_unused]] const platform::SignalsBlocked inherited;
     std::thread thread(std::move(body));
-#ifdef __linux__
-    pthread_setname_np(thread.native_handle(), "moeinf-read");
-#endif
+    platform::set_name(thread, "moeinf-read");
     return thread;
 }
 
@@ -65,14 +51,14 @@ void CopyQueue::bury_the_returned() {
 
 CopyQueue::CopyQueue(std::shared_ptr<SlotPool> pool, int readers, double hang_seconds,
                      FileOptions files, int busy, std::size_t piece_bytes)
-    : process_(getpid()) {
+    : process_(platform::process_number()) {
     bury_the_returned();
     parts_ = std::make_unique<Parts>(std::move(pool), readers, hang_seconds, files, busy,
                                      piece_bytes);
 }
 
 CopyQueue::~CopyQueue() {
-    if (getpid() != process_) {
+    if (platform::process_number() != process_) {
         static_cast<void>(parts_.release());
     } else if (!parts_->core.close()) {
         Abandoned& all = abandoned();
@@ -82,7 +68,7 @@ CopyQueue::~CopyQueue() {
 }
 
 void CopyQueue::close() {
-    if (getpid() == process_) parts_->core.close();
+    if (platform::process_number() == process_) parts_->core.close();
 }
 
 }  // namespace moeinf

@@ -18,8 +18,6 @@
 // - After a fork the child has the memory but not the threads: joining them would hang.
 #pragma once
 
-#include <sys/types.h>
-
 #include <chrono>
 #include <condition_variable>
 #include <functional>
@@ -110,7 +108,7 @@ class CopyQueue {
     static void bury_the_returned();
 
     std::unique_ptr<Parts> parts_;
-    pid_t process_;
+    int process_;
 };
 
 }  // namespace moeinf

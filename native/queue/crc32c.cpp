@@ -18,10 +18,12 @@
 #include <bit>
 #include <cstring>
 
+#include "platform/cpu.h"
+
 #if defined(__x86_64__)
 #include <nmmintrin.h>
 #define MOEINF_CRC_HARDWARE 1
-#define MOEINF_CRC_TARGET __attribute__((target("sse4.2")))
+#define MOEINF_CRC_TARGET __attribute__((target("sse4.2,crc32")))
 #elif defined(__aarch64__) && defined(__ARM_FEATURE_CRC32)
 #include <arm_acle.h>
 #define MOEINF_CRC_HARDWARE 1
@@ -64,7 +66,7 @@ std::uint64_t load_word(const unsigned char* at) {
 using Matrix = std::array<std::uint32_t, 32>;  // column i is the image of the register 1 << i
 using Shift = std::array<Table, 4>;            // [k][b] is the image of the register b << 8k
 
-constexpr std::uint32_t apply(const Matrix& matrix, std::uint32_t state) {
+constexpr std::uint32_t image_of(const Matrix& matrix, std::uint32_t state) {
     std::uint32_t image = 0;
     for (int i = 0; i < 32; ++i) image ^= ((state >> i) & 1) ? matrix[i] : 0;
     return image;
@@ -77,13 +79,13 @@ constexpr Shift make_shift(std::size_t bytes) {
     for (int i = 0; i < 32; ++i) matrix[i] = advance_one_byte(std::uint32_t{1} << i);
     for (; bytes > 1; bytes /= 2) {
         Matrix squared{};
-        for (int i = 0; i < 32; ++i) squared[i] = apply(matrix, matrix[i]);
+        for (int i = 0; i < 32; ++i) squared[i] = image_of(matrix, matrix[i]);
         matrix = squared;
     }
     Shift shift{};
     for (int k = 0; k < 4; ++k)
         for (std::uint32_t byte = 0; byte < 256; ++byte)
-            shift[k][byte] = apply(matrix, byte << (8 * k));
+            shift[k][byte] = image_of(matrix, byte << (8 * k));
     return shift;
 }
 
@@ -108,8 +110,7 @@ MOEINF_CRC_TARGET inline std::uint32_t step_byte(std::uint32_t state, unsigned c
     return _mm_crc32_u8(state, byte);
 }
 bool has_instruction() {
-    __builtin_cpu_init();
-    return __builtin_cpu_supports("sse4.2");
+    return platform::cpu().sse42;
 }
 #else
 inline std::uint64_t step_word(std::uint64_t state, std::uint64_t word) {

@@ -1,8 +1,6 @@
 // Opens, caches and reads files, and handles every kind of short read.
 #include "queue/file_reader.h"
 
-#include <sys/stat.h>
-
 #include <algorithm>
 #include <cassert>
 #include <cerrno>
@@ -10,16 +8,8 @@
 #include <system_error>
 #include <utility>
 
-#ifndef O_DIRECT  // not on every system: then the flag has no effect and reads are buffered
-#define O_DIRECT 0
-#endif
-
 namespace moeinf {
 namespace {
-
-// O_NONBLOCK: opening a FIFO in the model's folder must not block a reader thread. It has no effect
-// on regular files.
-constexpr int kOpenFlags = O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK;
 
 [[noreturn]] void fail_io(int code, const std::string& path, const std::string& what) {
     throw Failed(Failure::Kind::kIo, code, path,
@@ -38,7 +28,7 @@ struct FileReader::Descriptor {
 
     Descriptor() = default;
     ~Descriptor() {
-        if (number >= 0) ::close(number);
+        if (number >= 0) platform::close_file(number);
     }
     Descriptor(const Descriptor&) = delete;
     Descriptor& operator=(const Descriptor&) = delete;
@@ -61,7 +51,7 @@ FileReader::~FileReader() = default;
 int FileReader::try_open(const std::string& path, int extra_flags) {
     bool gave_back = false;
     for (;;) {
-        const int number = options_.calls.open(path.c_str(), kOpenFlags | extra_flags);
+        const int number = options_.calls.open(path.c_str(), platform::kOpenFlags | extra_flags);
         if (number >= 0) return number;
         const int code = errno;
         if (code == EINTR) continue;
@@ -78,7 +68,7 @@ int FileReader::try_open(const std::string& path, int extra_flags) {
 
 FileReader::DescriptorPtr FileReader::open(const std::string& path, bool direct) {
     auto file = std::make_shared<Descriptor>();  // before the open: no number can leak
-    file->number = try_open(path, direct ? O_DIRECT : 0);
+    file->number = try_open(path, direct ? platform::kDirectFlag : 0);
     const bool refused = direct && file->number < 0 && errno == EINVAL;
     if (refused) file->number = try_open(path, 0);
     file->direct = direct && !refused;
@@ -87,6 +77,7 @@ FileReader::DescriptorPtr FileReader::open(const std::string& path, bool direct)
     if (fstat(file->number, &status) != 0) fail_io(errno, path, "cannot stat");
     if (S_ISDIR(status.st_mode)) fail_io(EISDIR, path, "cannot read");
     if (!S_ISREG(status.st_mode)) fail_io(EINVAL, path, "not a regular file");
+    if (file->direct) platform::skip_page_cache(file->number);
     if (refused) ++refusals_;
     return file;
 }
@@ -129,9 +120,7 @@ void FileReader::forget(const std::string& path) {
         by_path_.erase(found);  // before its key's node
         recent_.erase(node);
     }
-#ifdef POSIX_FADV_DONTNEED
-    posix_fadvise(file->number, 0, 0, POSIX_FADV_DONTNEED);  // advice: failing costs nothing
-#endif
+    platform::drop_pages(file->number);
 }
 
 std::size_t FileReader::open_files() const {
@@ -146,9 +135,9 @@ int FileReader::pread_until(const Descriptor& file, std::byte* to, std::size_t b
                             std::uint64_t offset, std::size_t& got) const {
     int retries = 0;
     while (got < bytes) {
-        const ssize_t count =
+        const std::ptrdiff_t count =
             options_.calls.pread(file.number, to + got, std::min(bytes - got, options_.block_bytes),
-                         static_cast<off_t>(offset + got));
+                         static_cast<std::int64_t>(offset + got));
         if (count == 0) return 0;
         if (count < 0) {
             const int code = errno;

@@ -20,9 +20,6 @@
 // of a file may be short; any other short read is finished through the page cache.
 #pragma once
 
-#include <fcntl.h>
-#include <unistd.h>
-
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -33,19 +30,17 @@
 #include <string_view>
 #include <unordered_map>
 
+#include "platform/files.h"
 #include "queue/failure.h"
 #include "queue/pages.h"
 
 namespace moeinf {
 
-static_assert(sizeof(off_t) == 8, "shards are addressed with 64-bit offsets");
-
 // System calls whose failures a test can provoke only by replacing them.
 struct FileCalls {
-    int (*open)(const char* path, int flags) = [](const char* path, int flags) {
-        return ::open(path, flags);
-    };
-    ssize_t (*pread)(int file, void* to, std::size_t bytes, off_t offset) = ::pread;
+    int (*open)(const char* path, int flags) = platform::open_file;
+    std::ptrdiff_t (*pread)(int file, void* to, std::size_t bytes,
+                            std::int64_t offset) = platform::read_at;
 };
 
 // Some systems refuse to read 2 GiB or more in one call.

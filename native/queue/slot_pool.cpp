@@ -1,27 +1,22 @@
 // Maps, aligns and unmaps the arena.
 #include "queue/slot_pool.h"
 
-#include <sys/mman.h>
-
 #include <cerrno>
 #include <cstdint>
 #include <stdexcept>
 #include <system_error>
 
+#include "platform/memory.h"
+
 namespace moeinf {
 namespace {
-
-// No MAP_NORESERVE: an arena beyond RAM + swap must fail here, not be killed when touched.
-void* map_anonymous(std::size_t bytes) {
-    return mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-}
 
 // Maps exactly `bytes`, aligned to kHugePageBytes: maps kHugePageBytes more, then trims both ends.
 // Returns null with errno set when the system refuses.
 std::byte* map_aligned(const ArenaCalls& calls, std::size_t bytes) {
     const std::size_t wide = bytes + kHugePageBytes;
     void* const raw = calls.map(wide);
-    if (raw == MAP_FAILED) return nullptr;
+    if (raw == nullptr) return nullptr;
     const auto start = reinterpret_cast<std::uintptr_t>(raw);
     const std::size_t head = (kHugePageBytes - start % kHugePageBytes) % kHugePageBytes;
     auto* const base = static_cast<std::byte*>(raw) + head;
@@ -33,7 +28,8 @@ std::byte* map_aligned(const ArenaCalls& calls, std::size_t bytes) {
 }  // namespace
 
 SlotPool::SlotPool(std::size_t slots, std::size_t slot_bytes, ArenaCalls calls)
-    : calls_{calls.map ? calls.map : map_anonymous, calls.unmap ? calls.unmap : munmap},
+    : calls_{calls.map ? calls.map : platform::map_memory,
+             calls.unmap ? calls.unmap : platform::unmap_memory},
       slots_(slots),
       slot_bytes_(0) {
     if (slots == 0 || slot_bytes == 0)
@@ -53,14 +49,12 @@ SlotPool::SlotPool(std::size_t slots, std::size_t slot_bytes, ArenaCalls calls)
         throw ArenaError("cannot allocate " + std::to_string(bytes) + " bytes (" + shape +
                          "): " + std::generic_category().message(code));
     }
-#ifdef MADV_HUGEPAGE
-    if (bytes >= kHugeAdviceBytes) madvise(base_, bytes, MADV_HUGEPAGE);  // may be refused
-#endif
+    if (bytes >= kHugeAdviceBytes) platform::advise_huge_pages(base_, bytes, true);
 }
 
 void SlotPool::release(std::size_t slot) {
     if (slot >= slots_) throw std::out_of_range("the pool has no such slot");
-    madvise(base_ + slot * slot_bytes_, slot_bytes_, MADV_DONTNEED);  // cannot fail on our pages
+    platform::give_back(base_ + slot * slot_bytes_, slot_bytes_);
 }
 
 SlotPool::~SlotPool() {

@@ -48,7 +48,7 @@ class ArenaError : public std::bad_alloc {
 
 // The system calls that map and unmap an arena's memory, like mmap and munmap.
 struct ArenaCalls {
-    void* (*map)(std::size_t bytes) = nullptr;  // null: anonymous memory; MAP_FAILED and errno
+    void* (*map)(std::size_t bytes) = nullptr;  // null: anonymous memory, or null and errno
     int (*unmap)(void* base, std::size_t bytes) = nullptr;  // of any page-aligned part
 };
 

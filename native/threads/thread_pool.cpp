@@ -1,14 +1,12 @@
 // Posting, joining and leaving a call; starting, stopping and forking threads.
 #include "threads/thread_pool.h"
 
-#include <pthread.h>
-#include <sched.h>
-#include <signal.h>
-
 #include <algorithm>
 #include <chrono>
 #include <stdexcept>
 #include <system_error>
+
+#include "platform/threads.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -36,12 +34,7 @@ int checked(int threads) {
 }
 
 int usable_cores() noexcept {
-    int cores = static_cast<int>(std::thread::hardware_concurrency());
-#ifdef __linux__
-    cpu_set_t set;
-    if (sched_getaffinity(0, sizeof set, &set) == 0) cores = CPU_COUNT(&set);
-#endif
-    return std::clamp(cores, 1, kMaxComputeThreads);
+    return std::clamp(platform::usable_cores(), 1, kMaxComputeThreads);
 }
 
 std::atomic<ThreadPool*> process_pool{nullptr};
@@ -63,7 +56,7 @@ ThreadPool::~ThreadPool() {
 }
 
 void ThreadPool::hold() noexcept {
-    while (busy_.test_and_set(std::memory_order_acquire)) sched_yield();
+    while (busy_.test_and_set(std::memory_order_acquire)) platform::yield_core();
 }
 
 void ThreadPool::set_threads(int threads) {
@@ -96,7 +89,7 @@ void ThreadPool::run(Job job) {
     const std::uint32_t entered =
         state_.fetch_and(~kOpen, std::memory_order_acq_rel) & kEntered;
     for (int spins = 0; left_.load(std::memory_order_acquire) != entered; ++spins)
-        spins % 1024 == 1023 ? static_cast<void>(sched_yield()) : relax();
+        spins % 1024 == 1023 ? platform::yield_core() : relax();
     busy_.clear(std::memory_order_release);
 }
 
@@ -141,20 +134,15 @@ std::uint32_t ThreadPool::await(std::uint32_t seen) noexcept {
 // Starts the workers. Fewer threads than requested are enough: every thread can take any index.
 void ThreadPool::start_workers() {
     const auto wanted = static_cast<std::size_t>(threads()) - 1;
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for Python's threads
+    [[maybe_unused]] const platform::SignalsBlocked inherited;
     try {
         while (workers_.size() < wanted) {
             workers_.emplace_back([this] { serve(); });
-#ifdef __linux__
-            pthread_setname_np(workers_.back().native_handle(), "moeinf-compute");
-#endif
+            platform::set_name(workers_.back(), "moeinf-compute");
         }
     } catch (const std::system_error&) {
         // The system refuses more threads.
     }
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
 void ThreadPool::stop_workers() {
@@ -169,7 +157,7 @@ void ThreadPool::stop_workers() {
 ThreadPool& compute_pool() {
     static const bool made = [] {
         process_pool.store(new ThreadPool(usable_cores()));
-        pthread_atfork(nullptr, nullptr, begin_anew_in_child);
+        platform::after_fork_in_child(begin_anew_in_child);
         return true;
     }();
     (void)made;

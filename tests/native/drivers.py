@@ -26,6 +26,8 @@ RUN_TIMEOUT_S = 120  # a driver that deadlocks is killed and fails
 _FLAGS = ("-std=c++20", "-O1", "-g1", "-Wall", "-Wextra", "-Werror", "-pthread")
 # The flags of CMakeLists.txt. GCC 12 warns about its own AVX-512 intrinsics when instrumented.
 _KERNEL_FLAGS = ("-ffp-contract=off", "-w")
+_CROSS_COMPILER = "aarch64-linux-gnu-g++"
+_EMULATORS = ("qemu-aarch64", "qemu-aarch64-static")  # Debian's qemu-user and qemu-user-static
 _NO_SANITIZER = ("libtsan", "libasan", "libubsan", "cannot find -l")
 
 
@@ -40,18 +42,26 @@ class Fault:
 
 @dataclass(frozen=True)
 class Program:
-    """A program of tests/native/<driver>.cpp and files of native/, with -fsanitize=<sanitizer>."""
+    """A program of tests/native/<driver>.cpp and files of native/, with -fsanitize=<sanitizer>.
+
+    One for aarch64 runs in an emulator.
+    """
 
     driver: str
     sources: tuple[str, ...] = ()
     sanitizer: str = ""
     fault: Fault | None = field(default=None)
+    aarch64: bool = False
 
     @property
     def flags(self) -> list[str]:
         more = ["-rdynamic"] if self.driver == "device_driver" else []  # it is its own libcuda
         if self.driver == "kernels_driver":
             more += _KERNEL_FLAGS
+        if self.driver == "attention_driver":
+            more += ["-ffp-contract=fast", "-Wno-psabi"]
+        if self.aarch64:
+            more += ["-static"]  # the emulator needs no libraries of that processor
         if self.sanitizer:
             more += [f"-fsanitize={self.sanitizer}", "-fno-sanitize-recover=all"]
         return [*_FLAGS, *more]
@@ -71,16 +81,30 @@ DEVICE_FILES = (
 )
 KERNEL_FILES = (
     "kernels/activations.cpp",
+    "kernels/amx/kernels.cpp",
     "kernels/avx2/interleaved.cpp",
     "kernels/avx2/kernels.cpp",
     "kernels/avx512/interleaved.cpp",
     "kernels/avx512/kernels.cpp",
     "kernels/expert_ffn.cpp",
     "kernels/kernels_portable.cpp",
+    "kernels/neon/kernels.cpp",
+    "kernels/neon/sets.cpp",
     "kernels/quantise.cpp",
     "kernels/quantise_blocks.cpp",
-    "kernels/router.cpp",
-    "kernels/slot_experts.cpp",
+    "layer/router.cpp",
+    "layer/slot_experts.cpp",
+    "queue/crc32c.cpp",
+    "threads/thread_pool.cpp",
+)
+ATTENTION_FILES = (
+    "attention/decode_attention.cpp",
+    "attention/decode_attention_bf16.cpp",
+    "attention/decode_attention_lanes.cpp",
+    "attention/kv_q8.cpp",
+    "kernels/kernels_portable.cpp",
+    "kernels/neon/kernels.cpp",
+    "kernels/neon/sets.cpp",
     "queue/crc32c.cpp",
     "threads/thread_pool.cpp",
 )
@@ -160,14 +184,17 @@ class Drivers:
             if program not in self._builds:
                 self._builds[program] = self._pool.submit(_built, program, self._folder)
 
-    def run(self, program: Program, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Run a program and return its output.
+    def run(
+        self, program: Program, *arguments: str, processor: str = "max"
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a program and return its output. An emulator plays `processor`, a name of QEMU's.
 
         Skips the test where it cannot be built or run.
         """
+        emulator = [_emulator(), "-cpu", processor] if program.aarch64 else []
         self.start([program])
         ended = subprocess.run(
-            [str(self._builds[program].result()), *arguments],
+            [*emulator, str(self._builds[program].result()), *arguments],
             capture_output=True,
             text=True,
             timeout=RUN_TIMEOUT_S,
@@ -180,10 +207,18 @@ class Drivers:
         self._pool.shutdown(cancel_futures=True)
 
 
+def _emulator() -> str:
+    for name in _EMULATORS:
+        if found := shutil.which(name):
+            return found
+    pytest.skip(f"no {_EMULATORS[0]} to run programs for aarch64 with")
+
+
 def _built(program: Program, folder: Path) -> Path:
-    compiler = shutil.which("g++")
+    name = _CROSS_COMPILER if program.aarch64 else "g++"
+    compiler = shutil.which(name)
     if compiler is None:
-        pytest.skip("no g++ to build the driver with")
+        pytest.skip(f"no {name} to build the driver with")
     path = folder / f"{program.driver}-{_digest(program, compiler)}"
     if path.exists():
         return path

@@ -163,7 +163,7 @@ void an_arena_gives_back_what_it_took() {
         CHECK(mapped == pool.bytes());
     }
     CHECK(mapped == 0);
-    calls.map = [](std::size_t) { return errno = ENOMEM, MAP_FAILED; };
+    calls.map = [](std::size_t) { return errno = ENOMEM, static_cast<void*>(nullptr); };
     try {
         SlotPool(3, 4096, calls);
         CHECK(false);

@@ -11,14 +11,14 @@
 #include "queue/crc32c.h"
 #include "kernels/expert_ffn.h"
 #include "kernels/quantise.h"
-#include "kernels/router.h"
-#include "kernels/slot_experts.h"
+#include "layer/router.h"
+#include "layer/slot_experts.h"
 
 namespace {
 
 using namespace moeinf;
 
-constexpr std::size_t kHidden = 70, kInner = 45, kRows = 16;
+constexpr std::size_t kHidden = 326, kInner = 45, kRows = 16;  // no multiples of a block
 
 // xorshift: the same numbers on every machine.
 float next_number() {
@@ -96,7 +96,7 @@ void experts(ThreadPool& pool, Format format, const char* name) {
         write_matrix(expert.data() + shape.down_offset(), format, kHidden, kInner);
         std::vector<float> x(kRows * kHidden);
         for (float& value : x) value = next_number();
-        for (const std::size_t count : {std::size_t{1}, std::size_t{5}, kRows}) {
+        for (const std::size_t count : {std::size_t{1}, std::size_t{5}, std::size_t{11}, kRows}) {
             std::vector<std::int64_t> places(count);
             std::iota(places.begin(), places.end(), 0);
             std::vector<float> out(count * kHidden);
@@ -163,6 +163,8 @@ int main(int count, char** arguments) {
     moeinf::ThreadPool pool(2);
     experts(pool, Format::kQ4, "q4");
     experts(pool, Format::kQ8, "q8");
+    experts(pool, Format::kQ3, "q3");
+    experts(pool, Format::kQ2, "q2");
     experts(pool, Format::kBf16, "bf16");
     experts(pool, Format::kMxfp4, "mxfp4");
     experts(pool, Format::kQ4k, "q4k");

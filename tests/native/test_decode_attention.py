@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -21,8 +22,12 @@ from moeinf.native import (
     set_compute_threads,
 )
 
-PATHS = ["portable", "avx2", "avx512", "avx512bf16"]  # from slow to fast
-HERE = PATHS[: PATHS.index(attention_path()) + 1]
+PATHS = ["portable", "neon", "avx2", "avx512", "avx512bf16"]  # from slow to fast
+HERE = [
+    path
+    for path in PATHS[: PATHS.index(attention_path()) + 1]
+    if path != "neon" or platform.machine() == "aarch64"
+]
 
 
 @dataclass(frozen=True)
@@ -200,8 +205,8 @@ def test_q8_rows() -> None:
     sizes = (80, 80, 80, 80, 1)
     rows = [(k.data_ptr(), v.data_ptr(), *sizes) for k, v in zip(keys, values, strict=True)]
     out, (sin, cos) = torch.empty_like(x), angles
-    where = [one.data_ptr() for one in (x, x, x, cos, sin, out)]
-    step(*where, rows, q8=True)
+    where = [one.data_ptr() for one in (x, x, x, cos, sin)]
+    step(*where, 37, out.data_ptr(), rows, q8=True)
     assert torch.equal(values, wanted)
     finite = [0, 1, 2, 4, 5]  # rope makes NaN of infinity
     assert torch.equal(keys[finite], wanted[finite])

@@ -30,7 +30,7 @@ SCHEDULES = 12_000
 SOME_SCHEDULES = 3_000
 SCENES = 11
 KERNEL_PATHS = ("portable", "avx2", "")  # "": the fastest one
-KERNEL_RESULTS = 8 * 18 + 2  # formats, activations times counts, then slots and the router
+KERNEL_RESULTS = 10 * 24 + 2  # formats, activations times counts, then slots and the router
 
 
 def numbers(ended: subprocess.CompletedProcess[str]) -> dict[str, int]:

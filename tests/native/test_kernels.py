@@ -21,13 +21,13 @@ from moeinf.native import (
     quantise_rows,
     set_compute_threads,
 )
-from moeinf.runtime.checkpoints.fused_experts import tile_blocks
+from moeinf.runtime.checkpoints.quantised.fused_experts import tile_blocks
 from tests import gguf_blocks
 
 FORMATS = ["q4", "q8", "q3", "q2", "mxfp4", *gguf_blocks.FORMS, "bf16"]
 ACTIVATIONS = ["swiglu", "swiglu10", "clamped_swiglu", "geglu", "relu", "relu2"]
 MIXED = [("q4", "q8"), ("q8", "q4"), ("mxfp4", "q8"), ("q3", "q2")]  # gate and up, down
-PATHS = ["portable", "avx2", "avx512"]
+PATHS = ["portable", "avx2", "avx512", "amx", "neon", "neon-i8mm"]
 SHAPES = [(64, 64), (37, 70), (5, 33), (16, 1), (1, 200), (130, 300)]
 
 

@@ -9,6 +9,7 @@
 
 #if defined(__x86_64__)
 #include "kernels/avx2/vectors.h"
+#include "platform/cpu.h"
 
 namespace moeinf {
 namespace {
@@ -243,9 +244,8 @@ void q8_loop(const std::byte* block, std::size_t tiles, const QuantGroup* const*
 }  // namespace
 
 bool has_avx2() noexcept {
-    __builtin_cpu_init();
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-           __builtin_cpu_supports("f16c");
+    return platform::cpu().avx2 && platform::cpu().fma &&
+           platform::cpu().f16c;
 }
 
 const Kernels kAvx2Kernels{"avx2",

@@ -3,61 +3,11 @@
 #include "kernels/kernels.h"
 
 #if defined(__x86_64__)
-#include "kernels/avx512/vectors.h"
+#include "kernels/avx512/unpack.h"
+#include "platform/cpu.h"
 
 namespace moeinf {
 namespace {
-
-MOEINF_AVX512 MOEINF_INLINE __m512i codes_at(const std::byte* at) {
-    return _mm512_loadu_si512(at);
-}
-
-// Reads 16 scales of mxfp4: bytes e, each 2^(e − 127).
-MOEINF_AVX512 MOEINF_INLINE __m512 powers_at(const std::byte* at) {
-    const __m128i e = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
-    const __m512i bits = _mm512_slli_epi32(_mm512_cvtepu8_epi32(e), 23);
-    return _mm512_castsi512_ps(_mm512_max_epi32(bits, _mm512_set1_epi32(kLeastE8M0)));
-}
-
-MOEINF_AVX512 MOEINF_INLINE __m512 step(__m512 sum, __m512i dot, __m512 scales, float scale) {
-    return _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), _mm512_mul_ps(scales, _mm512_set1_ps(scale)),
-                           sum);
-}
-
-// Moves bits of every byte left by `by`, right where it is negative, and keeps those of `mask`.
-MOEINF_AVX512 MOEINF_INLINE __m512i moved(__m512i bytes, int by, int mask) {
-    const __m512i kept = _mm512_set1_epi8(static_cast<char>(mask));
-    const auto count = static_cast<unsigned>(by < 0 ? -by : by);
-    return _mm512_and_si512(
-        by < 0 ? _mm512_srli_epi16(bytes, count) : _mm512_slli_epi16(bytes, count), kept);
-}
-
-// Unpacks the codes of a group: words v = 0 … 7.
-template <Format format>
-MOEINF_AVX512 MOEINF_INLINE void unpack(const std::byte* group, __m512i* codes) {
-    if constexpr (is_odd(format)) {
-#pragma GCC unroll 8
-        for (int v = 0; v < 8; ++v) {
-            codes[v] = moved(codes_at(group + 64 * (v % 2)), 1 - v / 2 * 2, 6);
-            if constexpr (format == Format::kQ3)
-                codes[v] = _mm512_or_si512(codes[v], moved(codes_at(group + 128), 3 - v, 8));
-        }
-        return;
-    }
-    const __m512i nibbles = _mm512_set1_epi8(15);
-    const __m512i numbers = _mm512_broadcast_i32x4(
-        _mm_loadu_si128(reinterpret_cast<const __m128i*>(kMxfp4Codes)));
-#pragma GCC unroll 4
-    for (std::size_t v = 0; v < 4; ++v) {
-        const __m512i both = codes_at(group + 64 * v);
-        codes[v] = _mm512_and_si512(both, nibbles);
-        codes[4 + v] = _mm512_and_si512(_mm512_srli_epi16(both, 4), nibbles);
-        if constexpr (format == Format::kMxfp4) {
-            codes[v] = _mm512_shuffle_epi8(numbers, codes[v]);
-            codes[4 + v] = _mm512_shuffle_epi8(numbers, codes[4 + v]);
-        }
-    }
-}
 
 // Computes one block of q4, q3, q2 or mxfp4, which differ in how codes are packed and in scales.
 template <Format format, int kRows>
@@ -70,8 +20,9 @@ MOEINF_AVX512 void packed_rows(const std::byte* tile, std::size_t tiles,
         x[t] = from[t];
         sums[t] = _mm512_setzero_ps();
     }
+    const std::size_t ahead = far_ahead();
     for (; tiles > 0; --tiles, tile += tile_bytes(format)) {
-        prefetch<tile_bytes(format)>(tile);
+        prefetch<tile_bytes(format)>(tile, ahead);
         for (std::size_t g = 0; g < kTileGroups; ++g) {
             const std::byte* const at = tile + kTileGroups * kCodes + kScales * g;
             const __m512 scales = format == Format::kMxfp4 ? powers_at(at) : scales_at(at);
@@ -104,8 +55,9 @@ MOEINF_AVX512 void q8_rows(const std::byte* tile, std::size_t tiles, const Quant
         x[t] = from[t];
         sums[t] = _mm512_setzero_ps();
     }
+    const std::size_t ahead = far_ahead();
     for (; tiles > 0; --tiles, tile += kQ8TileBytes) {
-        prefetch<kQ8TileBytes>(tile);
+        prefetch<kQ8TileBytes>(tile, ahead);
         for (std::size_t g = 0; g < kTileGroups; ++g) {
             const __m512 scales = scales_at(tile + 1024 + 32 * g);
             __m512i codes[8];
@@ -212,24 +164,19 @@ void q8_loop(const std::byte* block, std::size_t tiles, const QuantGroup* const*
 }  // namespace
 
 bool has_avx512() noexcept {
-    __builtin_cpu_init();
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni") &&
+    return platform::cpu().avx512f && platform::cpu().avx512bw &&
+           platform::cpu().avx512vl && platform::cpu().avx512vnni &&
            has_avx2();
 }
 
-const Kernels kAvx512Kernels{"avx512",
-                             true,
-                             packed_loop<Format::kQ4>,
-                             q8_loop,
-                             packed_loop<Format::kQ3>,
-                             packed_loop<Format::kQ2>,
-                             packed_loop<Format::kMxfp4>,
-                             interleaved_avx512<Format::kQ4k>,
-                             interleaved_avx512<Format::kQ5k>,
-                             interleaved_avx512<Format::kQ6k>,
-                             interleaved_avx512<Format::kNvfp4>,
-                             bf16_loop};
+#define MOEINF_AVX512_LOOPS                                                                        \
+    packed_loop<Format::kQ4>, q8_loop, packed_loop<Format::kQ3>, packed_loop<Format::kQ2>,         \
+        packed_loop<Format::kMxfp4>, interleaved_avx512<Format::kQ4k>,                             \
+        interleaved_avx512<Format::kQ5k>, interleaved_avx512<Format::kQ6k>,                        \
+        interleaved_avx512<Format::kNvfp4>, bf16_loop
+
+const Kernels kAvx512Kernels{"avx512", true, MOEINF_AVX512_LOOPS};
+const Kernels kAmxKernels{"amx", true, MOEINF_AVX512_LOOPS, amx_loop};
 
 }  // namespace moeinf
 #endif

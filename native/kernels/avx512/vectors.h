@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "kernels/kernels.h"
+#include "platform/cpu.h"
 
 #define MOEINF_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512vnni,f16c,fma")))
 #define MOEINF_INLINE __attribute__((always_inline)) inline
@@ -13,12 +14,15 @@
 namespace moeinf {
 namespace {
 
-// Bytes between the current tile and the data prefetched into the second-level cache. A prefetch
-// into the first-level cache, or further ahead, is slower than none (docs/decisions/0014).
-constexpr std::size_t kAhead = 1024;
+// Returns the bytes between the current tile and the data prefetched into the second-level cache.
+// On AMD a prefetch further ahead is slower than none (docs/decisions/0014), on Intel it is faster
+// (docs/decisions/0112).
+inline std::size_t far_ahead() noexcept {
+    return platform::cpu().intel ? 6144 : 1024;
+}
 
-template <std::size_t bytes, std::size_t ahead = kAhead>
-MOEINF_AVX512 MOEINF_INLINE void prefetch(const std::byte* at) {
+template <std::size_t bytes>
+MOEINF_AVX512 MOEINF_INLINE void prefetch(const std::byte* at, std::size_t ahead) {
 #pragma GCC unroll 32
     for (std::size_t line = 0; line < bytes; line += 64)
         _mm_prefetch(reinterpret_cast<const char*>(at + ahead + line), _MM_HINT_T1);

@@ -1,5 +1,5 @@
 // Groups a layer's rows by expert.
-#include "kernels/slot_experts.h"
+#include "layer/slot_experts.h"
 
 #include <algorithm>
 #include <cstring>
