@@ -15,7 +15,6 @@ On a file system that refuses O_DIRECT, the same calls go through the page cache
 from __future__ import annotations
 
 import errno
-import fcntl
 import mmap
 import os
 from pathlib import Path
@@ -24,6 +23,8 @@ from moeinf.native import PAGE_BYTES
 
 BLOCK_BYTES = 2 << 20
 _DIRECT = getattr(os, "O_DIRECT", 0)  # 0 on systems without the flag
+if _DIRECT:
+    import fcntl
 _REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
 
 # Unused blocks, kept because a new one costs a page fault per page. The data in a block may begin
@@ -37,11 +38,13 @@ class _DirectFile:
 
     def __init__(self, path: Path, flags: int) -> None:
         try:
-            self._descriptor = os.open(path, flags | os.O_CLOEXEC | _DIRECT, 0o666)
+            self._descriptor = os.open(path, flags | _DIRECT, 0o666)
+            self.direct = bool(_DIRECT)  # until the file system refuses it
         except OSError as error:
             if error.errno not in _REFUSED:
                 raise
-            self._descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
+            self._descriptor = os.open(path, flags, 0o666)
+            self.direct = False
         try:  # several threads may take one
             self._block = _spare.pop()
         except IndexError:
@@ -50,9 +53,10 @@ class _DirectFile:
 
     def _refused(self, error: OSError) -> bool:
         """Clear O_DIRECT and return True when the file system accepts the flag but not the call."""
-        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
-        if error.errno not in _REFUSED or not flags & _DIRECT:
+        if error.errno not in _REFUSED or not self.direct:
             return False
+        self.direct = False
+        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
         fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~_DIRECT)
         return True
 
@@ -93,6 +97,13 @@ class DirectReader(_DirectFile):
                 break
             got += more
         return self._memory[offset - first : max(offset - first, min(got, offset - first + count))]
+
+
+def is_direct(path: Path) -> bool:
+    """Return True if the file system reads a page of this file directly. Raises OSError."""
+    with DirectReader(path) as reader:
+        reader.read(0, PAGE_BYTES)
+        return reader.direct
 
 
 class DirectWriter(_DirectFile):

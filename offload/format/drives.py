@@ -9,14 +9,13 @@ manifest has the paths with their drive. They lead through the links, so whateve
 links a file of a model needs to know nothing of drives.
 
 The link is made before the folder behind it, and deleted after it. So a folder of shards always has
-a link, also after a kill.
+a link, also after a kill. Only a model that is deleted while a drive is away leaves its folder.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import secrets
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -78,8 +77,9 @@ def link_drives(folder: Path, homes: Sequence[Path], label: str) -> None:
     for number, home in enumerate(homes, 1):
         link = folder / f"drive-{number}"
         if not link.is_symlink():
-            link.symlink_to(home / SHARDS / f"{label}-{secrets.token_hex(4)}")
-        link.readlink().mkdir(parents=True, exist_ok=True)
+            (home / SHARDS).mkdir(exist_ok=True)
+            link.symlink_to(home / SHARDS / f"{label}-{os.urandom(4).hex()}")
+        link.readlink().mkdir(exist_ok=True)
 
 
 def link_like(origin: Path, folder: Path, label: str) -> None:
@@ -92,14 +92,28 @@ def places(folder: Path) -> tuple[Path, ...]:
     """Return a model's folder, and the folders of its shards on other drives, in their order."""
     links = (path for path in _children(folder) if _LINK.fullmatch(path.name))
     found = [(int(path.name[6:]), path.readlink()) for path in links if path.is_symlink()]
-    ours = sorted(pair for pair in found if pair[1].is_absolute() and pair[1].parent.name == SHARDS)
+    ours = sorted(pair for pair in found if _ours(pair[1]))
     return (folder, *(place for _, place in ours))
+
+
+def places_away(folder: Path) -> list[Path]:
+    """Return the folders of a model's shards that are on drives which are not there."""
+    return [place for place in places(folder)[1:] if not place.is_dir()]
 
 
 def check_drives(folder: Path, model: str) -> None:
     """Raise MissingDrive if a drive of an installed model is not there."""
+    for place in places_away(folder):
+        raise MissingDrive(place.parents[1], model)
+
+
+def check_unfinished(folder: Path, model: str) -> None:
+    """Raise MissingDrive if a drive of an unfinished model is not there.
+
+    A killed pull may have made a link and not the folder behind it, but the folder of all shards.
+    """
     for place in places(folder)[1:]:
-        if not place.is_dir():
+        if not place.parent.is_dir():
             raise MissingDrive(place.parents[1], model)
 
 
@@ -115,6 +129,11 @@ def remove_folder(folder: Path, ignore_errors: bool = False) -> None:
     for place in places(folder)[1:]:
         shutil.rmtree(place, ignore_errors=True)
     shutil.rmtree(folder, ignore_errors=ignore_errors)
+
+
+def _ours(place: Path) -> bool:
+    """Return whether a link leads to a folder that link_drives makes; others are not deleted."""
+    return place.is_absolute() and place.parent.name == SHARDS and ".." not in place.parts
 
 
 def _children(folder: Path) -> list[Path]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import struct
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
@@ -103,7 +104,9 @@ def write_file(folder: Path, name: str, header: bytes, data: Iterable[memoryview
                 out.write(block)
             out.finish()
         partial.replace(path)
-    except BaseException:
+    except BaseException as error:
         partial.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:  # of a write
+            error.filename = os.fspath(path)
         raise
     return FileRecord(name, size, sha.hexdigest(), crc, len(header))

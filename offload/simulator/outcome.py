@@ -6,6 +6,9 @@ With one tier the device's counts stay 0.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
+
+from moeinf.offload.routing.trace import Recording
 
 
 @dataclass
@@ -101,3 +104,29 @@ class Outcome:
         """Prefetched and used ÷ (that + demand reads); None without prefetches."""
         needed = self.used_ahead + self.demand_reads
         return self.used_ahead / needed if self.fetched_ahead and needed else None
+
+    def document(self) -> dict[str, Any]:
+        """Return the figures of one tier (docs/schemas/simulate.json)."""
+        return {
+            "hit_rate": round(self.hit_rate, 5),
+            "reads_per_token": round(self.reads_per_token, 3),
+            "bytes_read_per_token": round(self.bytes_read_per_token),
+            "insertions_per_token": round(self.insertions_per_token, 3),
+            "stall_ms_per_token": self.stall_ms_per_token,
+            "prefetch_precision": self.prefetch_precision,
+            "prefetch_recall": self.prefetch_recall,
+        }
+
+
+def recording_document(recording: Recording, results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the document of a recording with the results of its replays."""
+    shape = recording.shape
+    return {
+        "name": recording.name,
+        "layers": shape.layers,
+        "experts": shape.experts,
+        "top_k": shape.top_k,
+        "tokens": recording.decode_tokens,
+        "lru_cliff_capacity": shape.layers * shape.top_k / (shape.layers * shape.experts),
+        "results": results,
+    }

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from moeinf.offload.policy.base import Policy, Setup, Weights, chosen_cells
 from moeinf.offload.routing.eamc import Eamc
 from moeinf.offload.routing.hint_model import HintSource
-from moeinf.offload.routing.trace import Pass, Recording, Tracer
+from moeinf.offload.routing.trace import Pass, Recording, RequestEam, Tracer
 from moeinf.offload.simulator.clock import Link, TimeModel
 from moeinf.offload.simulator.outcome import Outcome, Token
 from moeinf.offload.store.prefetch_gate import Judge
@@ -73,6 +73,8 @@ class Walk(ABC):
         self._now = 0.0
         self._decoding = False
         self._token = Token(-1, 0)
+        self._ages: dict[int, int] = {}
+        self._tracer = Tracer(self._shape)
         self.outcome = Outcome(shape.expert_bytes)
 
     @abstractmethod
@@ -81,39 +83,46 @@ class Walk(ABC):
 
     def run(self, progress: Progress = lambda _passes: None) -> Outcome:
         """Replay every pass."""
-        recording, tracer = self._recording, Tracer(self._shape)
-        last, ages = recording.last_pass(), dict[int, int]()
-        hints = self._conditions.hints
+        recording = self._recording
+        last = recording.last_pass()
         for index, running in enumerate(recording.passes):
             if index and index % _TELL_EVERY == 0:
                 progress(_TELL_EVERY)
-            self._decoding = running.phase == "decode"
-            if self._decoding:
-                request = int(running.rows[0])
-                age = ages[request] = ages.get(request, -1) + 1
-                self._token = Token(request, age)
-            else:
-                self._token = Token(-1, 0)  # not kept: outcome counts decode passes only
-            hinted = hints.of_pass(running) if hints is not None else None
-            self._pass(running, hinted)
-            if self._decoding:
-                self.outcome.tokens.append(self._token)
-                self.outcome.rows += len(running.rows)
-            if self._eamc is not None and self._conditions.collect:
-                tracer.add(running)
+            self.step(running)
             for request in running.requests:
                 if last[request] == index:
-                    self._end_request(request, tracer)
+                    self.end_request(request)
         count = len(recording.passes)
         progress(count - max(0, count - 1) // _TELL_EVERY * _TELL_EVERY)
         return self.outcome
 
-    def _end_request(self, request: int, tracer: Tracer) -> None:
+    def step(self, running: Pass) -> None:
+        """Replay one more pass; only decode passes count in `outcome`."""
+        self._decoding = running.phase == "decode"
+        if self._decoding:
+            request = int(running.rows[0])
+            age = self._ages[request] = self._ages.get(request, -1) + 1
+            self._token = Token(request, age)
+        else:
+            self._token = Token(-1, 0)
+        hints = self._conditions.hints
+        hinted = hints.of_pass(running) if hints is not None else None
+        self._pass(running, hinted)
+        if self._decoding:
+            self.outcome.tokens.append(self._token)
+            self.outcome.rows += len(running.rows)
+        if self._eamc is not None and self._conditions.collect:
+            self._tracer.add(running)
+
+    def end_request(self, request: int) -> RequestEam | None:
+        """Report that a request has ended; return its rEAMs, if they are collected."""
+        self._ages.pop(request, None)
         for policy in self.policies:
             policy.end_request(request)
-        eam = tracer.finish(request)
+        eam = self._tracer.finish(request)
         if eam is not None and self._eamc is not None:
             self._eamc.add(eam.prefill, eam.decode)
+        return eam
 
 
 class Replay(Walk):

@@ -185,7 +185,7 @@ class TieredReplay(Walk):
         return now
 
     def _result(self, now: float) -> float:
-        """Return the time when the CPU's part and all reads have ended, like _LayerRun.result."""
+        """Return the time when the CPU's part and all reads have ended, like LayerRun.result."""
         while self._ready or self._loading or self._unasked:
             if not self._ready and not self._loading:
                 now = self._ask(self._free_a_slot(now))

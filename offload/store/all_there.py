@@ -6,6 +6,7 @@ This is each layer of a decoded token once the model fits. No expert leaves betw
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -31,6 +32,25 @@ class AllThere:
         return self._work.result()
 
 
+class WholeLayers(ABC):
+    """`Experts` that may leave a layer to one native call, which also computes what is around them.
+
+    The call finds all experts of a layer in their slots, or reports that one is absent. Only then
+    the layer is submitted.
+    """
+
+    @abstractmethod
+    def slots(self, layer: int) -> SlotKernel | None:
+        """Return what finds and computes the experts of a layer; None: submit the layer."""
+
+    @abstractmethod
+    def computed(self, layer: int, ids: Tensor, weights: Tensor, events: int) -> None:
+        """Report the routing [T, K] of a layer that was computed with `slots`.
+
+        events: the number of ids that are experts.
+        """
+
+
 class SlotLayers:
     """The layers that native code computes from ids alone, for few rows: one call a layer."""
 
@@ -41,6 +61,10 @@ class SlotLayers:
             kernels[maths[first]] if len(set(maths[first : first + experts])) == 1 else None
             for first in range(0, len(maths), experts)
         ]
+
+    def kernel(self, layer: int) -> SlotKernel | None:
+        """Return what computes a layer from ids alone; None: nothing does."""
+        return self._kernels[layer]
 
     def routed(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> AtOnce | None:
         """Return the layer if its rows are few and all its experts are there."""

@@ -26,6 +26,8 @@ class DoesNotFit(Unavailable, MemoryError):
 
 
 def _size(count: int) -> str:
+    if count < 1 << 20:
+        return f"{count / 1024:.1f} KiB"
     return f"{count / (1 << 30):.1f} GiB" if count >= 1000 << 20 else f"{count / (1 << 20):.1f} MiB"
 
 

@@ -38,17 +38,19 @@ from typing import Literal, cast
 import numpy as np
 from torch import Tensor
 
-from moeinf.native import DeviceError
+from moeinf.native import DeviceError, SlotKernel
 from moeinf.offload.policy.base import Policy, Wish
-from moeinf.offload.store.all_there import AllThere
-from moeinf.offload.store.host_tier import CpuWork, HostTier
-from moeinf.offload.store.low_copies import LowCopies
+from moeinf.offload.routing.recent_use import RecentUse
+from moeinf.offload.store.all_there import AllThere, WholeLayers
+from moeinf.offload.store.host_tier import HostTier
+from moeinf.offload.store.layer_run import LayerRun
+from moeinf.offload.store.lossy.low_copies import LowCopies
+from moeinf.offload.store.lossy.skipping import without_light_misses
 from moeinf.offload.store.prefetch import expected
 from moeinf.offload.store.prefetch_gate import Gate
 from moeinf.offload.store.routed import cells_of
-from moeinf.offload.store.skipping import without_light_misses
 from moeinf.offload.store.stats import StoreStats
-from moeinf.offload.store.tier import Pending, Runner, Tier, Upper, Work
+from moeinf.offload.store.tier import Pending, Runner, Tier, Upper
 
 
 class Stopped(Exception):
@@ -67,7 +69,7 @@ class Choice:
     hints: bool = False
 
 
-class ExpertStore:
+class ExpertStore(WholeLayers):
     """Layers of experts behind the slots of one or two tiers."""
 
     def __init__(
@@ -100,9 +102,10 @@ class ExpertStore:
         self._runner: Runner = runner or self.host
         self._wishes, self._hints, self._choose = wishes, hints, choose
         self._gate = Gate(worth_share, tries=worth_share > 0 and not self.above)
-        self._skip_below, self._low = skip_below, low
+        self._skip_below, self.low = skip_below, low
+        self.recent = RecentUse(self.host.experts)
         self._began, self._stalled = 0.0, 0.0  # at the pass's start: time, stall_seconds
-        self._open: _LayerRun | None = None
+        self._open: LayerRun | None = None
         self._hinted: tuple[int, Tensor] | None = None  # given before the layer that is submitted
         self._expected: list[Wish] = []  # of a long pass's next layer
         self.stopped: Callable[[], bool] = lambda: False  # asked once per layer
@@ -185,6 +188,7 @@ class ExpertStore:
         if self._wishes and phase == "decode" and not self.host.decoding:
             self.host.measure_from_here()
         requests = rows.numpy()
+        self.recent.begin()
         for tier in self.tiers:
             tier.begin_pass(requests, phase)
         if pieces:
@@ -214,6 +218,8 @@ class ExpertStore:
                 tier.end_pass(accepted)
         finally:
             self.host.end_pass(accepted)
+        if accepted is None or accepted.any():
+            self.recent.end()
 
     def submit(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Pending:
         """Open a layer and ask for its misses.
@@ -221,13 +227,11 @@ class ExpertStore:
         Raises Stopped when the pass is cancelled, ExpertReadError when a shard cannot be read, and
         a device's errors. Then the store is idle.
         """
-        if self.stopped():
-            self.abandon()
-            raise Stopped
-        self._began = self._began or time.perf_counter()
+        self._start()
         hinted, self._hinted = self._hinted, None
         if self._skip_below and self.host.decoding:
             ids = self._without_light_misses(layer, ids, weights)
+        self.recent.add(layer, ids)
         if not self._wishes and self._runner is self.host:
             there = self.host.at_once(layer, x, ids, weights)
             if there is not None:
@@ -259,12 +263,36 @@ class ExpertStore:
         for cell in hits:
             host.table.pin(cell)
         host.used(routed, hits, routed.events_of(hits))
-        run = self._open = _LayerRun(self, layer, work, hits, misses)
-        if misses and self._low is not None and host.decoding:
-            self._low.take(routed, weights, misses)
+        run = self._open = LayerRun(self, layer, work, hits, misses)
+        if misses and self.low is not None and host.decoding:
+            self.low.take(routed, weights, misses)
         host.decided(begin)
         run.ask()
         return run
+
+    def slots(self, layer: int) -> SlotKernel | None:
+        """Return what computes a layer whose experts are all in host slots; see WholeLayers.
+
+        Raises Stopped when the pass is cancelled.
+        """
+        skips = self._skip_below and self.host.decoding
+        if self._wishes or self._runner is not self.host or skips:
+            return None
+        self._start()
+        return self.host.slots_of(layer)
+
+    def computed(self, layer: int, ids: Tensor, weights: Tensor, events: int) -> None:
+        """See WholeLayers."""
+        self._hinted = None
+        self.recent.add(layer, ids)
+        self.host.computed(layer, ids, weights, events)
+
+    def _start(self) -> None:
+        """Start a layer; raise Stopped when the pass is cancelled."""
+        if self.stopped():
+            self.abandon()
+            raise Stopped
+        self._began = self._began or time.perf_counter()
 
     def _without_light_misses(self, layer: int, ids: Tensor, weights: Tensor) -> Tensor:
         host = self.host
@@ -293,8 +321,8 @@ class ExpertStore:
                 tier.close()
         finally:
             self.host.close()
-            if self._low is not None:
-                self._low.close()
+            if self.low is not None:
+                self.low.close()
 
     def wish(self, layer: int) -> None:
         """Queue the host policy's wishes after `layer`, except experts that a tier above has.
@@ -317,74 +345,3 @@ class ExpertStore:
     def ended(self) -> None:
         """Report that no layer is open any more."""
         self._open = None
-
-
-class _LayerRun:
-    """One submitted layer: the experts still to compute, to read, and to ask for."""
-
-    def __init__(
-        self, store: ExpertStore, layer: int, work: Work, hits: list[int], misses: deque[int]
-    ) -> None:
-        self._store, self._host, self._low = store, store.host, store._low
-        self._layer, self._work = layer, work
-        self._ready = deque(hits)  # resident and pinned
-        self._unasked = misses  # without a slot
-        self._misses, self._stalled = len(misses), self._host.stats.stall_seconds
-
-    def ask(self) -> None:
-        """Give slots to the first misses, while there are slots, and ask for their bytes.
-
-        The policy's wishes follow once every miss has a slot.
-        """
-        begin = self._host.clock()
-        for _ in self._host.bring(self._unasked):
-            self._unasked.popleft()
-        if not self._unasked:
-            self._store.wish(self._layer)
-        self._host.decided(begin)
-
-    def result(self) -> Tensor:
-        """Return [T, D]. Raises ExpertReadError, after which the store is idle again."""
-        try:
-            ready, coming = self._ready, self._host.coming
-            while ready or self._unasked or coming:
-                if not ready:
-                    if coming:
-                        self._compute([self._host.arrive()])
-                    elif not any(tier.end_copies() for tier in self._store.above):
-                        # reads ahead hold all slots
-                        self._host.wait_for_slot(self._unasked[0])
-                else:  # while a miss has no slot, one by one: each finished expert frees one
-                    most = 1 if self._unasked else self._host.most_in_a_call or len(ready)
-                    self._compute([ready.popleft() for _ in range(min(most, len(ready)))])
-                if self._unasked:
-                    self.ask()
-            if self._low is not None:
-                self._low.compute(cast(CpuWork, self._work))
-        except BaseException:
-            self.abandon()
-            raise
-        if self._host.decoding:
-            self._host.judge.layer(self._misses, self._host.stats.stall_seconds - self._stalled)
-        self._store.ended()
-        return self._work.result()
-
-    def _compute(self, cells: list[int]) -> None:
-        """Compute pinned resident experts on their rows, then unpin them, also after an error."""
-        try:
-            self._work.compute(cells)
-        finally:
-            for cell in cells:
-                self._host.table.unpin(cell)
-        if self._host.pieces and not self._unasked:  # there may be slots for the next layer's now
-            self._store.wish(self._layer)
-
-    def abandon(self) -> None:
-        """Free pins and slots, after the reads into the slots have ended."""
-        self._host.abandon()
-        if self._low is not None:
-            self._low.abandon()
-        while self._ready:
-            self._host.table.unpin(self._ready.popleft())
-        self._unasked.clear()
-        self._store.ended()

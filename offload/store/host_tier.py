@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moeinf.native import SlotPool
+from moeinf.native import SlotKernel, SlotPool
 from moeinf.offload.format.layout import ExpertLayout
 from moeinf.offload.policy.base import Policy, Wish
 from moeinf.offload.routing.trace import Phase
@@ -151,18 +151,30 @@ class HostTier:
 
     def at_once(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> AtOnce | None:
         """Open a layer of few rows whose experts are all here; None: `open` has to be called."""
+        if self.slots_of(layer) is None:
+            return None
+        found = self._layers.routed(layer, x, ids, weights)
+        if found is not None:
+            self.computed(layer, ids, weights, found.events)
+        return found
+
+    def slots_of(self, layer: int) -> SlotKernel | None:
+        """Return what computes a layer of few rows whose experts are all here, from ids alone.
+
+        None: it has to be opened.
+        """
         if self.pieces or self._ahead.waits_for_use:
             return None
+        return self._layers.kernel(layer)
+
+    def computed(self, layer: int, ids: Tensor, weights: Tensor, events: int) -> None:
+        """Count a layer whose experts, `events` ids, were all here; tell the policy."""
         begin = self.clock()
-        found = self._layers.routed(layer, x, ids, weights)
-        if found is None:
-            return None
         if not self.all_fit:  # else no cell ever has to leave
             mix = weights.numpy() if self.policy.wants_weights else None
             self.policy.routed(layer, ids.numpy(), mix)
-        self._count(found.events, found.events)
+        self.stats.used(self.decoding, events, events)
         self.decided(begin)
-        return found
 
     def warm(self, cells: Iterable[int]) -> int:
         """Read these into empty slots, in order and behind all else; return how many fit."""
@@ -322,7 +334,7 @@ class HostTier:
 
     def used(self, routed: Routed, hits: Iterable[int], events: int) -> None:
         """Count a layer's routing: `hits` were resident, which are `events` of it."""
-        self._count(routed.events, events)
+        self.stats.used(self.decoding, routed.events, events)
         if not self._ahead.waits_for_use:
             return
         for cell in hits:
@@ -332,15 +344,6 @@ class HostTier:
                     self.stats.decode_hits_hinted += len(routed.places[cell])
                 else:
                     self.stats.decode_hits_predicted += len(routed.places[cell])
-
-    def _count(self, events: int, hits: int) -> None:
-        stats = self.stats
-        if self.decoding:
-            stats.decode_events += events
-            stats.decode_hits += hits
-        else:
-            stats.prefill_events += events
-            stats.prefill_hits += hits
 
     def clock(self) -> float:
         """Return seconds; the clock stands still during calls to the queue.

@@ -178,6 +178,10 @@ class Residency:
         self._empty.append(self._withheld.pop())
         self.slots += 1
 
+    def places(self) -> NDArray[np.intc]:
+        """Return a copy of the state (see the module). Any thread may call this."""
+        return self._places.copy()
+
     def present(self) -> list[int]:
         """Return the resident cells, in ascending order."""
         return [int(cell) for cell in np.flatnonzero(self._places >= 0)]

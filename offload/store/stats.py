@@ -40,6 +40,15 @@ class StoreStats:
     bus_bytes: int = 0  # copied from host to device slots
     decode_bus_bytes: int = 0
 
+    def used(self, decoding: bool, events: int, hits: int) -> None:
+        """Count a layer's routing: `hits` of its events were resident."""
+        if decoding:
+            self.decode_events += events
+            self.decode_hits += hits
+        else:
+            self.prefill_events += events
+            self.prefill_hits += hits
+
     def copy(self) -> StoreStats:
         return StoreStats(**self.__dict__)
 

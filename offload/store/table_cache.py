@@ -56,7 +56,12 @@ class CachedTable:
         self._pool = SlotPool(landings, table.block_bytes)
         self._reads = BlockReads(self._pool, readers=min(_READERS, landings), direct_io=direct_io)
         self._landings = np.frombuffer(memoryview(self._pool), np.uint8).reshape(landings, -1)
+        self._views = [landing.data for landing in self._landings]
+        used = table.block_rows * table.row_bytes
+        self._in_landings = self._landings[:, :used].reshape(landings, table.block_rows, -1)
+        assert np.may_share_memory(self._in_landings, self._landings)  # [landing, row, byte]
         self._free = list(range(landings))
+        self._hung: list[int] = []  # landings that an abandoned read may still write to
         self._flying: dict[int, tuple[int, int]] = {}  # block -> its landing and ticket
         most = (table.cache_bytes(cache_bytes) - LANDING_BYTES) // (table.row_bytes + KEY_BYTES)
         self._places = max(1, min(most, sum(table.rows)))
@@ -104,21 +109,26 @@ class CachedTable:
         """Set out[targets] to rows, which ascend and are not in the cache."""
         blocks, inside = self._blocks_of(rows, unique=False), self._within(rows)
         distinct, starts = np.unique(blocks, return_index=True)
-        ends = [*starts[1:].tolist(), len(rows)]
-        waiting = distinct.tolist()
-        wanted = set(waiting)
+        counts = np.diff(starts, append=len(rows))
+        wanted = set(distinct.tolist())
         for block in [block for block in self._flying if block not in wanted]:
             self._drop(block)
-        for place, block in enumerate(waiting):
-            if block not in self._flying:
-                if not self._free:
-                    self._drop(max(self._flying))
-                self._start(distinct[place:])
-            landing = self._land(block)
-            data = self._landings[landing, : self._table.block_rows * self._table.row_bytes]
-            at = slice(int(starts[place]), ends[place])
-            out[targets[at]] = data.reshape(self._table.block_rows, -1)[inside[at]]
-            self._free.append(landing)
+        done = 0
+        while done < len(distinct):
+            first = int(distinct[done])
+            if first not in self._flying:
+                self._make_room(first)
+                self._start(distinct[done:])
+            landed: list[int] = []
+            try:
+                self._land(distinct[done:], landed)
+                stop = done + len(landed)
+                at = slice(int(starts[done]), int(starts[stop - 1] + counts[stop - 1]))
+                found = np.repeat(landed, counts[done:stop])
+                out[targets[at]] = self._in_landings[found, inside[at]]
+            finally:
+                self._free += landed
+            done += len(landed)
 
     def _blocks_of(self, rows: NDArray[np.int64], unique: bool = True) -> NDArray[np.int64]:
         """Return the blocks of rows, numbered through all files."""
@@ -147,30 +157,47 @@ class CachedTable:
         self._flying |= dict(zip(new, zip(landings, tickets, strict=True), strict=True))
         self.reads += len(new)
 
-    def _land(self, block: int) -> int:
-        """Wait for a block and return its landing, which the caller frees. Checks the block."""
-        landing, ticket = self._flying[block]
-        file = int(np.searchsorted(self._first_blocks, block, side="right")) - 1
-        try:
-            self._reads.wait(ticket)
-        except OSError as error:
+    def _make_room(self, block: int) -> None:
+        """Free a landing for a block, unless one is free. Raises ExpertReadError."""
+        hung = [landing for landing in self._hung if self._reads.may_write(landing)]
+        self._free += [landing for landing in self._hung if landing not in hung]
+        self._hung = hung
+        while not self._free and self._flying:
+            self._drop(max(self._flying))
+        if not self._free:
+            raise self._failed(self._file_of(block), "reads that do not end hold every place")
+
+    def _file_of(self, block: int) -> int:
+        return int(np.searchsorted(self._first_blocks, block, side="right")) - 1
+
+    def _land(self, blocks: NDArray[np.int64], landed: list[int]) -> None:
+        """Wait for the first of these blocks, as many as are in flight, and check them.
+
+        Their landings are appended to `landed`; the caller frees them.
+        """
+        files = np.searchsorted(self._first_blocks, blocks, side="right") - 1
+        numbers = (blocks - self._first_blocks[files]).tolist()
+        for block, file, number in zip(blocks.tolist(), files.tolist(), numbers, strict=True):
+            if block not in self._flying:
+                return
+            landing, ticket = self._flying[block]
+            try:
+                self._reads.wait(ticket)
+            except OSError as error:
+                del self._flying[block]
+                self._release(landing)
+                raise self._failed(file, problem(error)) from error
             del self._flying[block]
-            self._release(landing)
-            raise self._failed(file, problem(error)) from error
-        del self._flying[block]
-        number = block - int(self._first_blocks[file])
-        if not is_intact(memoryview(self._landings[landing]), number):
-            self._free.append(landing)
-            raise self._failed(file, f"block {number} has a wrong checksum")
-        return landing
+            landed.append(landing)
+            if not is_intact(self._views[landing], number):
+                raise self._failed(file, f"block {number} has a wrong checksum")
 
     def _failed(self, file: int, words: str) -> ExpertReadError:
         return ExpertReadError(self._paths[file], words, self._model, "table")
 
     def _release(self, landing: int) -> None:
-        """Free a landing, unless a read that hangs may still write to it."""
-        if not self._reads.may_write(landing):
-            self._free.append(landing)
+        """Free a landing; later, if a read that hangs may still write to it."""
+        (self._hung if self._reads.may_write(landing) else self._free).append(landing)
 
     def _drop(self, block: int) -> None:
         """Forget a block that was read ahead and is not wanted."""

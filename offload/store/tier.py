@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moeinf.offload.policy.base import Policy
 from moeinf.offload.routing.trace import Phase
+from moeinf.offload.store.residency import Residency
 from moeinf.offload.store.routed import Ids, Routed
 
 Hint = tuple[int, Ids]  # a later layer, and ids [T, H] that it will probably choose
@@ -75,7 +76,9 @@ class Tier(Protocol):
 
 
 class Upper(Tier, Protocol):
-    """A tier above the host's."""
+    """A tier above the host's. table: its slots, which `shrink` replaces."""
+
+    table: Residency
 
     @property
     def complete(self) -> bool:

@@ -152,7 +152,7 @@ def test_real_traces(name: str) -> None:
     shape = recording.shape
     gate = ModelledHints(0.8, 0.8, shape.experts)
     pair = Pair(shape.layers, shape.experts, shape.layers * shape.experts // 10, AdaptiveKnobs())
-    for age, done in enumerate(recording.passes[:9]):
+    for age, done in enumerate(recording.passes[:5]):
         pair.token(done.ids, gate.of_pass(done), done.phase == "decode", max(age - 1, 0))
 
 

@@ -129,6 +129,7 @@ def test_demand(name: str, slots: int) -> None:
 @pytest.mark.parametrize("name", ["lru", "adaptive"])
 def test_demand_of_a_real_trace(name: str) -> None:
     recording = read_route_csv(TRACE)
+    del recording.passes[40:]  # of 129: the cache is full after the first ones
     slots = 18 * recording.shape.layers * recording.shape.experts // 100
     found = in_the_store(recording, name, slots, None, 0)
     assert found == in_the_replay(recording, name, slots, None, 0)

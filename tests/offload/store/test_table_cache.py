@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +26,7 @@ from moeinf.offload.format.row_table import (
 )
 from moeinf.offload.store import table_cache
 from moeinf.offload.store.table_cache import CachedTable
-from moeinf.offload.store.transfer import ExpertReadError
+from moeinf.offload.store.transfer import BlockReads, ExpertReadError
 
 CASES = [  # width and format, rows of each file
     (160, "BF16", (700, 1, 36)),
@@ -125,6 +126,34 @@ def test_wrong_bytes_are_named(tmp_path: Path, ahead: bool) -> None:
             assert str(caught.value).startswith("tiny:q4: the table tables/T000/0001.rows cannot")
         good = torch.tensor([0, 121, 239 - 12 * 3])
         assert np.array_equal(ours.rows(good).numpy(), expected[good.numpy()])
+
+
+def test_reads_that_hang_hold_their_places_until_they_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With every place held, the next read is an error; later each place serves again."""
+    table = RowTable("t", 1500, "F32", (9,))
+    for module in (row_table, table_cache):
+        monkeypatch.setattr(module, "LANDING_BYTES", 2 * table.block_bytes)
+    hanging = True
+
+    def wait(self: BlockReads, ticket: int) -> None:
+        read(self, ticket)
+        if hanging:
+            raise TimeoutError(errno.ETIMEDOUT, "it does not answer")
+
+    read = BlockReads.wait
+    monkeypatch.setattr(BlockReads, "wait", wait)
+    monkeypatch.setattr(BlockReads, "may_write", lambda self, slot: hanging)
+    with opened(tmp_path, table) as (cached, rows):
+        for place in range(3):
+            words = "does not answer" if place < 2 else "hold every place"
+            with pytest.raises(ExpertReadError, match=words):
+                cached.rows(torch.tensor([place]))
+        hanging = False
+        for _ in range(2):
+            found = cached.rows(torch.arange(9))
+            assert np.array_equal(found.numpy(), rows)
 
 
 def test_a_block_knows_its_number() -> None:

@@ -17,7 +17,7 @@ from moeinf.offload.format.shards import shard_header, shard_path, write_file
 from moeinf.offload.policy.table import POLICIES
 from moeinf.offload.store.expert_store import ExpertStore
 from moeinf.offload.store.host_tier import HostTier
-from moeinf.offload.store.low_copies import LowCopies, light
+from moeinf.offload.store.lossy.low_copies import LowCopies, light
 from moeinf.offload.store.transfer import ExpertReadError, Transfer
 from tests.offload.store.test_expert_store import LAYOUT, D, E, F, Kernels, L, Shards, make_shards
 

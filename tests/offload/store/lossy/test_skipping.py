@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moeinf.offload.store.expert_store import ExpertStore
 from moeinf.offload.store.host_tier import HostTier
-from moeinf.offload.store.skipping import without_light_misses
+from moeinf.offload.store.lossy.skipping import without_light_misses
 from tests.offload.store.test_expert_store import K, L, Shards, make_shards, routing
 
 
