@@ -163,7 +163,8 @@ class Parts(Protocol):
     def tuned(self, piece: Piece) -> Piece:
         """Return `piece` or a faster equivalent.
 
-        A piece is a part of a model: a norm, a router, an attention core, a whole decode step.
+        A piece is a part of a model: a norm, a router, an attention core, the tuple of all blocks,
+        a whole decode step.
         """
         ...
 

@@ -41,7 +41,8 @@ from moeinf.models.layers.sigmoid_experts import (
 )
 from moeinf.models.layers.sparse_mla import SparseMlaAttention
 
-_LINEAR, _FULL, _INDEXED = "linear_attention", "full_attention", "indexed_attention"
+_LINEAR = "linear_attention"
+_FULL = ("full_attention", "indexed_attention", "deepseek_sparse_attention")  # all mean the same
 _VISION = "model.visual."
 _BOUND = -5.0
 
@@ -131,7 +132,7 @@ def _bound(values: Mapping[str, Any]) -> float | None:
 
 def _full_layers(fields: Fields, layers: int) -> tuple[int, ...]:
     """Return the layers with latent attention: layer_types names them, else each fourth is one."""
-    types = fields.words("layer_types", known=(_LINEAR, _FULL, _INDEXED), count=layers)
+    types = fields.words("layer_types", known=(_LINEAR, *_FULL), count=layers)
     if types is None:
         return tuple(range(3, layers, 4))
     return tuple(layer for layer, word in enumerate(types) if word != _LINEAR)

@@ -16,7 +16,7 @@ from moeinf.errors import InvalidInput
 from moeinf.offload.gpu_tier.miss_split import Miss
 from moeinf.offload.policy.names import DEFAULT_POLICY
 from moeinf.runtime.invalid import InvalidValue
-from moeinf.runtime.names import ModelName
+from moeinf.runtime.names import ModelName, expand
 from moeinf.runtime.sizes import MemorySize, parse_memory, parse_size
 
 Size = TypeVar("Size", int, None)
@@ -107,10 +107,19 @@ def read_environment(environment: Mapping[str, str] | None = None) -> Settings:
 
 
 def _homes(text: str) -> list[Path]:
-    homes = [Path(part).expanduser().absolute() for part in text.split(os.pathsep) if part]
+    try:
+        homes = [Path(part).expanduser().absolute() for part in text.split(os.pathsep) if part]
+    except RuntimeError as error:  # no such user, or this user has no home
+        raise _bad_homes(text, "a user has no home for ~; expected folders") from error
     if not homes or len(set(homes)) < len(homes):
-        raise InvalidValue(f"MOEINF_HOME: {text} is invalid (expected different folders)")
+        raise _bad_homes(text, "expected different folders")
     return homes
+
+
+def _bad_homes(text: str, why: str) -> InvalidValue:
+    error = InvalidValue(f"MOEINF_HOME: {text} is invalid ({why})")
+    error.hint = "`export MOEINF_HOME=/a/folder`"
+    return error
 
 
 @dataclass(frozen=True)
@@ -125,14 +134,14 @@ class OtherStores:
 def read_other_stores(environment: Mapping[str, str] | None = None) -> OtherStores:
     """Read HOME, OLLAMA_MODELS, LLAMA_CACHE and XDG_CACHE_HOME, as those programs do."""
     env = os.environ if environment is None else environment
-    home = Path(env["HOME"]) if env.get("HOME") else Path("~").expanduser()
+    home = expand(env.get("HOME") or "~")
     chosen = env.get("OLLAMA_MODELS")
     both = (home / ".ollama/models", Path("/usr/share/ollama/.ollama/models"))
     cache = Path(env.get("XDG_CACHE_HOME") or home / ".cache")
     return OtherStores(
-        ollama=(Path(chosen).expanduser(),) if chosen else both,
+        ollama=(expand(chosen),) if chosen else both,
         lm_studio=(home / ".lmstudio/models", home / ".cache/lm-studio/models"),
-        llama_cpp=(Path(env.get("LLAMA_CACHE") or cache / "llama.cpp").expanduser(),),
+        llama_cpp=(expand(env.get("LLAMA_CACHE") or str(cache / "llama.cpp")),),
     )
 
 
@@ -279,11 +288,11 @@ class EngineConfig:
     miss       how an expert outside the device's memory is computed
                (offload/gpu_tier/layer_runner.py)
     skip_below lossy: a decoded token does without an absent expert below this share of its gate
-               weights (offload/store/skipping.py); 0: never
+               weights (offload/store/lossy/skipping.py); 0: never
     cache_aware  lossy: a decoded token prefers experts in memory by this part of the range of its
                logits (models/layers/cache_aware.py); 0: never
     q2_on_miss lossy: a decoded token computes an absent expert with a copy in q2 if the experts of
-               larger weight have more than this share (offload/store/low_copies.py); None: never
+               larger weight have more than this share (offload/store/lossy); None: never
     kv         form of the KV cache: full, in the model's bf16 or f32, or q8
                (models/layers/kv_q8.py)
     libcuda    the driver's library, if the system does not find it
@@ -330,6 +339,10 @@ class EngineConfig:
             raise InvalidValue(f"--ctx must be at least 1, got {self.context}")
         if any(number is not None and number < 1 for number in (self.readers, self.threads)):
             raise InvalidValue("readers and threads must be at least 1")
+        for option, value, known in (("device", self.device, WANTED), ("kv", self.kv, KV)):
+            if value not in known:
+                words = f"(expected {', '.join(known)})"
+                raise InvalidValue(f"--{option}: {value!r} is invalid {words}")
         if not 0 <= self.skip_below < 1:
             raise InvalidValue(
                 f"--skip-below: {self.skip_below} is invalid (expected at least 0, less than 1)"

@@ -11,7 +11,7 @@ import traceback
 from pathlib import Path
 
 from moeinf.runtime.config import Settings
-from moeinf.runtime.regular_files import open_regular
+from moeinf.runtime.files.regular import open_regular
 from moeinf.runtime.visible import visible
 
 _MOST_BYTES = 1 << 20

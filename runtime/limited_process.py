@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import select
 import signal
 import socket
@@ -28,6 +27,7 @@ from contextlib import suppress
 from typing import Any
 
 from moeinf.errors import reason
+from moeinf.runtime.system import check_limits, open_process, resource
 
 MAX_ANSWER_BYTES = 16 << 20
 _START_SECONDS = 20.0
@@ -202,7 +202,7 @@ class LimitedProcess(Channel):
                 socket.send_fds(self._channel, [_COPY], [theirs.fileno()])
             self._read.clear()
             self._asked, self._deadline = True, time.monotonic() + _COPY_SECONDS
-            child = os.pidfd_open(self.result())
+            child = open_process(self.result())
         except OSError as error:
             ours.close()
             self.close()
@@ -219,6 +219,7 @@ class LimitedProcess(Channel):
         return Channel(ours, kill)
 
     def _open(self) -> None:
+        check_limits()
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = process = subprocess.Popen(
@@ -244,6 +245,8 @@ def serve(handler: Callable[[dict[str, Any]], Any], address_space_bytes: int) ->
     `handler` takes each request and returns a value that JSON can carry. Any exception, including a
     panic of a Rust library, is sent back as text.
     """
+    check_limits()
+    assert resource is not None
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     allowed = (
         address_space_bytes if most == resource.RLIM_INFINITY else min(most, address_space_bytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,7 @@ DEMO = "demo"  # the model in the package
 DEMO_EXAMPLES = ("17+25=", "sort dog, cat, cow", "spell ollama")
 _NATIVE_MXFP4 = {  # as published, by organisation
     "openai": ("gpt-oss", "gpt-oss-20b", "gpt-oss-120b"),
-    "deepseek-ai": ("deepseek-v4-flash", "deepseek-v4-flash-284b"),
+    "deepseek-ai": ("deepseek-v4-flash", "deepseek-v4-flash-284b", "deepseek-v4-pro"),
 }
 _DEFAULT_TAGS = {
     DEMO: "bf16",  # it is small, and bf16 is the trained format
@@ -196,4 +197,12 @@ def check_not_demo(name: ModelName) -> None:
 
 
 def expand(text: str) -> Path:
-    return Path(text).expanduser().absolute()
+    """Return an absolute path. See in_home."""
+    return in_home(text).absolute()
+
+
+def in_home(text: str) -> Path:
+    """Return a path with its ~ replaced; the ~ stays where its home is unknown, as in a shell."""
+    with suppress(RuntimeError):
+        return Path(text).expanduser()
+    return Path(text)

@@ -35,13 +35,22 @@ class Message:
 class Limits:
     """The limits of an answer: it ends after max_tokens, or before a `stop` text.
 
-    max_tokens None: at the end of the context. drafts: the most tokens that a pass may draft, which
-    never changes the answer; None: as many as pay.
+    max_tokens None: the model's default, or the end of the context, as -1. Without a `stop` those
+    of the model count. drafts: the most tokens that a pass may draft, which never changes the
+    answer; None: as many as pay.
     """
 
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     drafts: int | None = None
+
+    def over(self, defaults: Limits) -> Limits:
+        """Return these limits; `defaults` fills those that are not set."""
+        return Limits(
+            defaults.max_tokens if self.max_tokens is None else self.max_tokens,
+            self.stop or defaults.stop,
+            defaults.drafts if self.drafts is None else self.drafts,
+        )
 
 
 @dataclass(frozen=True)

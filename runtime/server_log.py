@@ -10,7 +10,8 @@ import stat
 from contextlib import suppress
 
 from moeinf.runtime.config import Settings
-from moeinf.runtime.regular_files import open_regular
+from moeinf.runtime.files.regular import open_regular
+from moeinf.runtime.system import NO_FOLLOW
 
 _MOST_BYTES = 1 << 20
 _LAST_BYTES = 4096
@@ -21,7 +22,7 @@ def open_log(settings: Settings) -> int:
     """Return a descriptor that appends to the log. Raises OSError."""
     settings.logs.mkdir(parents=True, exist_ok=True, mode=0o700)
     descriptor = open_regular(
-        settings.logs / "server.log", os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
+        settings.logs / "server.log", os.O_RDWR | os.O_APPEND | os.O_CREAT | NO_FOLLOW
     )
     keep_small(descriptor)
     return descriptor

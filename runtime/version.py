@@ -1,13 +1,38 @@
-"""Find the version of moeinf."""
+"""Find the version of moeinf, and of what it runs on."""
 
 from __future__ import annotations
+
+LIBRARIES = ("torch", "triton", "numpy", "tokenizers", "safetensors", "huggingface_hub", "gguf")
 
 
 def version() -> str:
     """Return the installed version, or "source" if the package is not installed."""
+    return _installed("moeinf") or "source"
+
+
+def surroundings() -> dict[str, str]:
+    """Return the versions of Python, the system, the kernels and the libraries, by their names.
+
+    A library that is not installed is left out. Nothing names the machine or its user.
+    """
+    import platform  # 5 ms, which most commands do without
+
+    from moeinf.native import attention_path, kernel_path
+
+    found = {
+        "python": f"{platform.python_implementation()} {platform.python_version()}",
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "libc": " ".join(platform.libc_ver()).strip() or "unknown",
+        "kernels": f"{kernel_path()}, attention {attention_path()}",
+    }
+    versions = {name: _installed(name) for name in LIBRARIES}
+    return found | {name: number for name, number in versions.items() if number}
+
+
+def _installed(package: str) -> str | None:
     import importlib.metadata  # 10 ms, which most commands do without
 
     try:
-        return importlib.metadata.version("moeinf")
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return "source"
+        return None

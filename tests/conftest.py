@@ -18,21 +18,21 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import pytest
 import torch
 
-from moeinf.runtime import atomic_files
 from moeinf.runtime.checkpoints.checkpoint import open_checkpoint
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine.engine import Engine
+from moeinf.runtime.files import atomic
 from moeinf.runtime.jobs import bench
 from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
 from moeinf.runtime.library.manifest import Manifest
-from moeinf.runtime.library.repack import repack
+from moeinf.runtime.library.repacking.repack import repack
 from moeinf.runtime.library.sources import LocalSource
 from moeinf.runtime.machine import gpu as gpus
 from moeinf.runtime.names import ModelName, parse_name
 from moeinf.runtime.placement import bandwidth
 from moeinf.runtime.sizes import parse_memory
 from tests.native.fake_cuda import Fake, built_fake
-from tests.selection import chosen
+from tests.selection import chosen, families_of
 from tests.shared_processes import shared_processes
 
 if (
@@ -47,12 +47,16 @@ if not torch.cuda.is_available():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as `full` the cases that tests marked `matrix` or `first` do not run by default."""
+    """Mark as `full` the cases that tests marked `matrix` or `first` do not run by default.
+
+    `-k` finds a case of a family by the family's name, whatever its tiny configuration is called.
+    """
     tests: dict[str, list[pytest.Function]] = {}
     for item in items:
-        if not isinstance(item, pytest.Function) or item.get_closest_marker("full"):
+        if not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
             continue
-        if hasattr(item, "callspec"):
+        item.extra_keyword_matches.update(families_of(item.callspec.params.values()))
+        if not item.get_closest_marker("full"):
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in tests.values():
         by_default = list(range(len(cases)))
@@ -91,7 +95,7 @@ def _quick_syncs() -> Iterator[None]:
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", os.fstat)
-        patch.setattr(atomic_files, "syncfs", os.fstat)
+        patch.setattr(atomic, "syncfs", os.fstat)
         yield
 
 

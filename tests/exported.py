@@ -15,13 +15,15 @@ from moeinf.runtime.hub.resolve import find_source
 from moeinf.runtime.jobs.export_gguf import Exported, export_gguf
 from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
 from moeinf.runtime.library.manifest import Manifest
-from moeinf.runtime.library.repack import repack
+from moeinf.runtime.library.repacking.repack import repack
 from moeinf.runtime.sizes import parse_memory
 from tests import tiny_families
 from tests.conftest import ignore, pull
 from tests.steady import steady
 from tests.tiny import save_tiny
+from tests.tiny_deepseek_v4 import deepseek_v4
 from tests.tiny_families import Tiny
+from tests.tiny_glm5 import glm5_next
 from tests.tiny_mxfp4 import save_mxfp4
 
 CONTEXT = 512
@@ -212,6 +214,34 @@ FAMILIES: dict[str, Tiny] = {
         topk_group=2,
     ),
 }
+STREAMS: dict[str, Tiny] = {  # of several residual streams, as llama.cpp can run them
+    "glm5-next": glm5_next(vocab_size=272, linear_num_heads=3),
+    "deepseek-v4": deepseek_v4(
+        heavy=128,
+        vocab_size=272,
+        index_head_dim=64,  # llama.cpp rotates 64 channels at least
+        rope_parameters={**tiny_families.YARN, "factor": 4.0},
+        tie_word_embeddings=True,
+    ),
+    "qwen4": tiny_families.qwen4(  # blocks of one token: llama.cpp fills larger ones up
+        vocab_size=272,
+        ple_embed_dim=36,
+        output_gate_type="sigmoid",
+        linear_value_head_dim=6,
+        indexer_n_heads=24,  # so that no scores are equal: all heads at 0
+        indexer_budget=12,
+        indexer_compress_ratio=1,
+    ),
+    "qwen4-alone": tiny_families.qwen4(
+        vocab_size=272,
+        ple_layer_ids=None,
+        output_gate_type="sigmoid",
+        linear_value_head_dim=6,
+        indexer_budget=200,
+        hc_count=3,
+        tie_word_embeddings=True,
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -223,10 +253,10 @@ class Model:
     file: Path
     made: Exported
 
-    def engine(self) -> Engine:
-        """Open the model with all experts in memory and room for CONTEXT tokens."""
+    def engine(self, context: int = CONTEXT) -> Engine:
+        """Open the model with all experts in memory and room for `context` tokens."""
         folder = Library(self.settings).folder(self.manifest.model)
-        config = EngineConfig(memory=parse_memory("100%"), context=CONTEXT)
+        config = EngineConfig(memory=parse_memory("100%"), context=context)
         return Engine.open(self.manifest, folder, config, self.settings)
 
     def pulled(self, file: Path, tag: str | None = None) -> Model:

@@ -91,10 +91,13 @@ def write_gguf(
         config["num_hidden_layers"] = len(config["layers_block_type"])
     if "mlp_layer_types" in config:
         config["first_k_dense_replace"] = config["mlp_layer_types"].count("dense")
+    if config["model_type"] == "kimi_k2":
+        config["model_type"] = "deepseek_v3"  # one class of the converter
     arch = ARCHITECTURES[config["model_type"]]
     stored: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         stored |= load_file(file)
+    stored = {name.removeprefix("language_model."): values for name, values in stored.items()}
     common = dict(gguf.TensorNameMap.block_mappings_cfg)  # a map of arctic would change it
     with mock.patch.object(gguf.TensorNameMap, "block_mappings_cfg", common):
         names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])

@@ -35,26 +35,35 @@ TYPES = {  # llama.cpp's own quantisations, by llama_ftype
     "Q6_K": 18,
     "MXFP4_MOE": 38,
 }
+_default_params = llama_cpp.llama_model_default_params
 _quiet = llama_cpp.llama_log_callback(lambda *_: None)
 llama_cpp.llama_log_set(_quiet, ctypes.c_void_p(0))
+
+
+def _plain_params() -> Any:
+    """Return llama.cpp's defaults without repacked weights, whose AMX path can crash."""
+    params = _default_params()
+    params.use_extra_bufts = False
+    return params
 
 
 class Llama:
     """One file, open in llama.cpp on one thread of the CPU."""
 
     def __init__(self, file: Path, context: int) -> None:
-        self._model: Any = llama_cpp.Llama(
-            str(file),
-            n_gpu_layers=0,
-            n_ctx=context,
-            n_threads=1,
-            n_threads_batch=1,
-            logits_all=True,
-            type_k=_F32,
-            type_v=_F32,
-            flash_attn=False,
-            verbose=False,
-        )
+        with mock.patch.object(llama_cpp.llama_cpp, "llama_model_default_params", _plain_params):
+            self._model: Any = llama_cpp.Llama(
+                str(file),
+                n_gpu_layers=0,
+                n_ctx=context,
+                n_threads=1,
+                n_threads_batch=1,
+                logits_all=True,
+                type_k=_F32,
+                type_v=_F32,
+                flash_attn=False,
+                verbose=False,
+            )
 
     def close(self) -> None:
         self._model.close()

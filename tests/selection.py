@@ -1,8 +1,16 @@
-"""Choose which cases of a matrix run by default; the others have the marker `full`."""
+"""Choose which cases of a matrix run by default, and name the families of cases."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+
+_TABLES = {  # of tiny configurations, by the module that a collected test may have imported
+    "tests.tiny_configs": ("TINY",),
+    "tests.encoder_decoders": ("PAIRS",),
+    "tests.exported": ("FAMILIES", "STREAMS"),
+    "tests.runtime.gguf.writing.test_like_the_converter": ("EXPORTED",),
+}
 
 
 def chosen(cases: Sequence[Mapping[str, object]]) -> list[int]:
@@ -19,3 +27,16 @@ def chosen(cases: Sequence[Mapping[str, object]]) -> list[int]:
         missing -= values[best]
         positions.append(best)
     return positions
+
+
+def families_of(values: Iterable[object]) -> set[str]:
+    """Return the families of tiny configurations among a case's parameters, by name or whole."""
+    loaded = [
+        (sys.modules[name], tables) for name, tables in _TABLES.items() if name in sys.modules
+    ]
+    known = [getattr(module, table) for module, tables in loaded for table in tables]
+    found = set()
+    for value in values:
+        tinies = [table[value] for table in known if isinstance(value, str) and value in table]
+        found |= {str(tiny.family) for tiny in tinies or [value] if hasattr(tiny, "config_class")}
+    return found

@@ -16,7 +16,7 @@ import pytest
 
 from moeinf.runtime.engine import opening
 from moeinf.runtime.hub import base_repository
-from moeinf.runtime.library import repack
+from moeinf.runtime.library.repacking import repack
 from moeinf.runtime.text.chat_template import TemplateWorker
 from moeinf.runtime.text.tokenizer_trial import try_tokenizer
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 _WRITERS = re.compile(r"(o_proj|out_proj|down_proj|\.w2)(\.weight|\.bias|_bias)?$")
-_ROUTERS = re.compile(r"\.(gate|router)\.weight$")
+_ROUTERS = re.compile(r"\.(gate|router|gate\.wg|router\.proj)\.weight$")
 _CALM = 1 / 1.6  # undoes the gain of tests/tiny.py on attention
 _WRITTEN = 0.5  # a block's output, beside an embedding of 1
 _CODE = 3.0  # from the least to the greatest level

@@ -19,8 +19,16 @@ from tests.arctic import ArcticConfig, ArcticReference
 from tests.tiny_configs import TINY, by_default
 from tests.tiny_families import Tiny
 from tests.tiny_glm5 import with_vision
+from tests.tiny_kimi import KIMI_FAMILIES, config_as_published, name_as_published
 
-__all__ = ["TINY", "by_default", "save_tiny", "tiny_config", "tiny_reference"]
+__all__ = [
+    "TINY",
+    "by_default",
+    "published_config",
+    "save_tiny",
+    "tiny_config",
+    "tiny_reference",
+]
 
 _ATTENTION_GAIN = 1.6  # so that attention is not uniform
 _GATES = tuple(
@@ -40,6 +48,13 @@ def tiny_config(name: str | Tiny) -> Any:
     if tiny.family == "arctic":  # no class in transformers 5
         return ArcticConfig(**settings)
     return getattr(transformers, tiny.config_class)(**settings)
+
+
+def published_config(name: str) -> dict[str, Any]:
+    """Return the values of the config.json that save_tiny writes."""
+    values: dict[str, Any] = tiny_config(name).to_dict()
+    family = TINY[name].family
+    return config_as_published(family, values) if family in KIMI_FAMILIES else values
 
 
 def _tiny(name: str | Tiny) -> Tiny:
@@ -105,6 +120,8 @@ def save_tiny(
     model = tiny_reference(name, seed).to(dtype)
     change(model)
     model.save_pretrained(folder)
+    if _tiny(name).family in KIMI_FAMILIES:
+        name_as_published(_tiny(name).family, folder)
     return model
 
 

@@ -24,6 +24,7 @@ from tests.tiny_families import (
     qwen3,
     qwen35,
 )
+from tests.tiny_kimi import KIMI
 from tests.tiny_recent import BRIEF, RECENT
 
 TINY: dict[str, Tiny] = {
@@ -312,6 +313,7 @@ TINY: dict[str, Tiny] = {
         rope_parameters={**YARN, "factor": 4.0, "attention_factor": 0.8},
     ),
     **RECENT,
+    **KIMI,
 }
 _ODD = tuple(f"{name}-" for name in BRIEF)
 

@@ -39,8 +39,8 @@ RECENT: dict[str, Tiny] = {
         num_attention_heads=3, num_key_value_heads=1, num_experts_per_tok=1, head_dim=16
     ),
     "qwen3-next": qwen3_next(),
-    "qwen3-next-dense-first": qwen3_next(
-        mlp_only_layers=[0],
+    "qwen3-next-dense-ends": qwen3_next(
+        mlp_only_layers=[0, 2],
         layer_types=["linear_attention", "full_attention", "linear_attention"],
         num_hidden_layers=3,
         linear_num_key_heads=3,
@@ -99,6 +99,7 @@ RECENT: dict[str, Tiny] = {
         topk_group=1,
         sliding_window=6,
         max_window_layers=1,
+        num_experts_per_tok=1,
         norm_topk_prob=False,
         routed_scaling_factor=2.5,
         attention_bias=True,
@@ -138,7 +139,7 @@ RECENT: dict[str, Tiny] = {
     ),
     "exaone": exaone_moe(),
     "exaone-groups": exaone_moe(
-        mlp_layer_types=["sparse", "dense", "sparse"],
+        mlp_layer_types=["dense", "sparse", "dense"],
         layer_types=["full_attention", "sliding_attention", "full_attention"],
         sliding_window=3,
         num_experts_per_tok=1,
@@ -196,7 +197,7 @@ RECENT: dict[str, Tiny] = {
         gating="per-element",
         num_attention_heads_per_layer=None,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-        mlp_layer_types=["sparse", "dense", "sparse"],
+        mlp_layer_types=["dense", "sparse", "dense"],
         num_experts_per_tok=1,
         moe_routed_scaling_factor=2.5,
         moe_router_logit_softcapping=1.5,
@@ -242,6 +243,7 @@ RECENT: dict[str, Tiny] = {
         n_group=4,
         topk_group=2,
         n_shared_experts=2,
+        num_experts_per_tok=1,
         norm_topk_prob=False,
         routed_scaling_factor=2.5,
         attention_bias=True,
@@ -267,7 +269,7 @@ RECENT: dict[str, Tiny] = {
         rope_parameters={**YARN, "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0},
     ),
     "v32-one-key": deepseek_v32(
-        first_k_dense_replace=0,
+        mlp_layer_types=["sparse", "dense"],
         num_hidden_layers=2,
         index_topk=1,
         index_head_dim=8,  # all of it rotates
@@ -294,7 +296,7 @@ RECENT: dict[str, Tiny] = {
     ),
     "glm-dsa-full": glm_dsa(
         index_topk=24,
-        first_k_dense_replace=2,
+        mlp_layer_types=["dense", "sparse", "dense"],
         n_group=2,
         topk_group=1,
         n_shared_experts=2,
@@ -314,7 +316,7 @@ RECENT: dict[str, Tiny] = {
         v_head_dim=20,
         num_key_value_heads=2,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-        mlp_layer_types=["sparse", "dense", "sparse"],
+        mlp_layer_types=["dense", "sparse", "dense"],
         sliding_window=3,
         num_experts_per_tok=1,
         n_routed_experts=8,
@@ -341,7 +343,7 @@ RECENT: dict[str, Tiny] = {
     "kimi-linear": kimi_linear(),
     "kimi-linear-full-first": kimi_linear(
         layer_types=["full_attention", "linear_attention", "linear_attention"],
-        mlp_layer_types=["sparse", "dense", "sparse"],
+        mlp_layer_types=["dense", "sparse", "dense"],
         num_hidden_layers=3,
         linear_num_heads=3,
         linear_head_dim=9,
@@ -388,6 +390,8 @@ BRIEF: tuple[str, ...] = (
     "glm5-next",
     "mimo",
     "kimi-linear",
+    "kimi-k2",
+    "kimi-k25",
     "granite-hybrid",
     "nemotron",
     "qwen4",

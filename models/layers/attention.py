@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch.nn import functional
 
 from moeinf.models.base import Linear, Parts
 from moeinf.models.config import MAX_HEADS, MAX_WIDTH, Fields, require
+from moeinf.models.layers.ffn import SigmoidGate
 from moeinf.models.layers.kv_cache import KvCache, PassRows, Planes
 from moeinf.models.layers.rope import rotate_half, rotate_pairs
 
@@ -253,7 +255,7 @@ class GqaCore:
         return self.turned(q, rows), self.turned(k, rows), v
 
     def turned(self, y: Tensor, rows: PassRows) -> Tensor:
-        """Rotate y [T, heads, W]. Kernels replace this class only, no subclass."""
+        """Rotate y [T, heads, W]. GPU kernels replace this class only, no subclass."""
         return rotate_half(y, rows.cos, rows.sin)
 
 
@@ -296,7 +298,7 @@ class Projections:
     k: Linear
     v: Linear
     o: Linear
-    tuned: Callable[[GqaCore], GqaCore]
+    tuned: Callable[[Any], Any]
 
 
 class GqaAttention:
@@ -314,16 +316,17 @@ class GqaAttention:
     ) -> None:
         """Build layer `layer`; for the norms and sinks see GqaCore."""
         self.projections, self.shape = projections, shape
-        self.core = projections.tuned(core(layer, shape, q_norm, k_norm, sinks))
+        self.core: GqaCore = projections.tuned(core(layer, shape, q_norm, k_norm, sinks))
+        self.gate: SigmoidGate | None = projections.tuned(SigmoidGate()) if shape.gated else None
 
     def __call__(self, x: Tensor, rows: PassRows) -> Tensor:
         """Map x [T, D] to [T, D]; write each request's keys and values into its cache."""
         p, q = self.projections, self.projections.q(x)
-        if not self.shape.gated:
+        if self.gate is None:
             return p.o(self.core(q, p.k(x), p.v(x), rows))
         heads = torch.unflatten(q, -1, (self.shape.heads, -1))  # [T, H, 2W]
         q, gate = (y.flatten(1) for y in heads.chunk(2, -1))  # [T, H·W] each
-        return p.o(self.core(q, p.k(x), p.v(x), rows) * gate.sigmoid())
+        return p.o(self.gate(self.core(q, p.k(x), p.v(x), rows), gate))
 
 
 def gqa_projections(parts: Parts, prefix: str, hidden: int, shape: GqaShape) -> Projections:

@@ -119,7 +119,7 @@ class Block:
 
     def __call__(self, x: Tensor, rows: PassRows, experts: Experts) -> Tensor:
         """Map [T, D] to [T, D]."""
-        x = self._attended(x, rows)
+        x = self.attended(x, rows)
         return self.plus(x, self.ffn(self.ffn_norm(x), experts))
 
     def over(self, x: Tensor, pieces: Sequence[Piece], experts: Experts) -> Tensor:
@@ -130,11 +130,12 @@ class Block:
             return x
         normed = torch.empty_like(x)
         for at, rows in pieces:
-            x[at] = self._attended(x[at], rows)
+            x[at] = self.attended(x[at], rows)
             normed[at] = self.ffn_norm(x[at])
         return self.plus(x, self.ffn.over(normed, [at for at, _ in pieces], experts))
 
-    def _attended(self, x: Tensor, rows: PassRows) -> Tensor:
+    def attended(self, x: Tensor, rows: PassRows) -> Tensor:
+        """Return x + residual · attention(norm(x))."""
         return self.plus(x, self.attention(self.attention_norm(x), rows))
 
     def plus(self, x: Tensor, change: Tensor) -> Tensor:

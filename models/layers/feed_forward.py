@@ -16,6 +16,17 @@ FeedForward = Callable[[Tensor, Experts], Tensor]  # [T, D] -> [T, D]
 
 
 @dataclass(frozen=True)
+class DenseFfn:
+    """A layer without experts: only a dense network."""
+
+    mlp: Callable[[Tensor], Tensor]  # [T, D] -> [T, D]
+
+    def __call__(self, x: Tensor, experts: Experts) -> Tensor:
+        """Map [T, D] to [T, D]; the experts are not used."""
+        return self.mlp(x)
+
+
+@dataclass(frozen=True)
 class FfnPlan:
     """The kinds and sizes of a decoder's feed-forward layers."""
 
@@ -66,5 +77,4 @@ def feed_forward(
         return SparseFfn(plan.sparse_layers.index(layer), router(), shared())
     assert plan.dense_intermediate is not None
     width, kind = plan.dense_intermediate, dense_kind(plan.moe)
-    mlp = gated_mlp(parts, prefix, plan.moe.hidden, width, kind)
-    return lambda x, experts: mlp(x)
+    return DenseFfn(gated_mlp(parts, prefix, plan.moe.hidden, width, kind))

@@ -145,11 +145,35 @@ class DenseRelu:
         return _in_blocks(lambda rows: self.down(self.act(self.up(rows))), x)
 
 
-def gated_shared(parts: Parts, prefix: str, hidden: int, intermediate: int) -> Linear:
+@dataclass(frozen=True)
+class SigmoidGate:
+    """x times the sigmoid of a gate."""
+
+    def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Map x [T, W] and gate [T, W] or [T, 1] to [T, W]."""
+        return x * gate.sigmoid()
+
+
+@dataclass(frozen=True)
+class GatedShared:
+    """A dense network whose output is multiplied by one gate for each row."""
+
+    expert: Linear
+    gate: Linear  # [T, D] -> [T, 1]
+    times: Callable[[Tensor, Tensor], Tensor]  # a SigmoidGate, tuned
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Map [T, D] to [T, D]."""
+        return self.times(self.expert(x), self.gate(x))
+
+
+def gated_shared(parts: Parts, prefix: str, hidden: int, intermediate: int) -> GatedShared:
     """Return Qwen's shared expert times the sigmoid of its gate: `prefix`.shared_expert*."""
-    expert = gated_mlp(parts, f"{prefix}.shared_expert", hidden, intermediate)
-    gate = parts.linear(f"{prefix}.shared_expert_gate", 1, hidden)
-    return lambda x: gate(x).sigmoid() * expert(x)
+    return GatedShared(
+        gated_mlp(parts, f"{prefix}.shared_expert", hidden, intermediate),
+        parts.linear(f"{prefix}.shared_expert_gate", 1, hidden),
+        parts.tuned(SigmoidGate()),
+    )
 
 
 def gated_mlp(

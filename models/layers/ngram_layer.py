@@ -85,11 +85,11 @@ class NgramLayer:
 
     def __call__(self, x: Tensor, rows: PassRows) -> Tensor:
         """Map the streams x [T, S, D] to their change; write each request's next memory."""
-        streams = self._shape.streams
+        streams, query = self._shape.streams, self._query_norm(x)  # while rows are read
         found = self._table.rows(self._wanted(rows.ids, rows.spans).flatten())
         found = found.to(x.device, x.dtype).view(len(x), -1)
         key = self._key_norm(torch.unflatten(self._key(found), -1, (streams.streams, -1)))
-        gate = (key * self._query_norm(x)).sum(-1, keepdim=True) / math.sqrt(streams.hidden)
+        gate = (key * query).sum(-1, keepdim=True) / math.sqrt(streams.hidden)
         gate = gate.abs().clamp_min(_LEAST_GATE).sqrt() * gate.sign()
         value = gate.sigmoid() * self._value(found)[:, None]  # [T, S, D]
         inputs = self._conv_norm(value).flatten(1)  # [T, S·D]

@@ -43,30 +43,33 @@ class NgramShape:
 
 
 class Ngrams:
-    """The hash functions of one layer, the `number`-th with n-grams."""
+    """The hash functions of one layer, the `number`-th with n-grams.
+
+    multipliers: of a token and those before it. sizes, starts [heads]: of each head's rows.
+    """
 
     def __init__(self, shape: NgramShape, number: int) -> None:
         self._shape = shape
-        self._multipliers = _multipliers(shape, number)
+        self.multipliers = _multipliers(shape, number)
         first = number * shape.all_heads
         sizes = primes(shape.least_rows, first + shape.all_heads)[first:]
         starts = [sum(sizes[:head]) for head in range(shape.all_heads)]
-        self._sizes, self._starts = torch.tensor(sizes), torch.tensor(starts)
+        self.sizes, self.starts = torch.tensor(sizes), torch.tensor(starts)
         self.rows = -(-sum(sizes) // shape.multiple) * shape.multiple  # of the table
 
     def __call__(self, history: Tensor) -> Tensor:
         """Map size - 1 tokens and the n after them, int64 on the CPU, to rows [n, heads]."""
         shape, count = self._shape, len(history) - self._shape.size + 1
-        mixed = history[shape.size - 1 :] * self._multipliers[0]  # [n]
+        mixed = history[shape.size - 1 :] * self.multipliers[0]  # [n]
         live = torch.ones(count, dtype=torch.bool)  # no `end` token is between
         found = []
         for back in range(1, shape.size):
             at = shape.size - 1 - back
             token = history[at : at + count]
             live = live & (token != shape.end)
-            mixed = mixed ^ (torch.where(live, token, shape.end) * self._multipliers[back])
+            mixed = mixed ^ (torch.where(live, token, shape.end) * self.multipliers[back])
             heads = slice((back - 1) * shape.heads, back * shape.heads)
-            found.append(mixed[:, None].remainder(self._sizes[heads]) + self._starts[heads])
+            found.append(mixed[:, None].remainder(self.sizes[heads]) + self.starts[heads])
         return torch.cat(found, 1)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from moeinf.models.base import Parts
 from moeinf.models.layers.half_blocks import MixerBlock
@@ -50,10 +50,14 @@ def _looking_ahead(blocks: Sequence[Layer]) -> tuple[Layer, ...]:
 
 
 def tuned_blocks(blocks: Sequence[Layer], parts: Parts) -> tuple[Layer, ...]:
-    """Let the loader tune the parts of blocks, then MoE layers, then blocks; hints keep routers."""
+    """Let the loader tune the parts of blocks, then MoE layers, blocks, and the tuple of blocks.
+
+    Hints keep routers.
+    """
     linked = _looking_ahead([_tuned(block, parts) for block in blocks])
     tuned = [
         block if (sparse := _sparse(block)) is None else _with(block, parts.tuned(sparse))
         for block in linked
     ]
-    return tuple(parts.tuned(block) for block in tuned)
+    together: Any = tuple(parts.tuned(block) for block in tuned)  # not callable, as other pieces
+    return cast("tuple[Layer, ...]", parts.tuned(together))

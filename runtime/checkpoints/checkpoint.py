@@ -19,7 +19,7 @@ import torch
 from moeinf.errors import UnusableInput, problem
 from moeinf.offload.format.direct_io import BLOCK_BYTES, DirectReader
 from moeinf.runtime.bounded_json import MOST_NODES, BadJson, parse_json
-from moeinf.runtime.regular_files import NotRegular, check_regular, read_contained
+from moeinf.runtime.files.regular import NotRegular, check_regular, read_contained
 
 CONFIG = "config.json"
 QUANTISED = "hf_quant_config.json"  # ModelOpt's; config.json may lack its quantization_config

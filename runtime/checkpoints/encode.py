@@ -12,7 +12,6 @@ from moeinf.native import BLOCK_ROWS
 from moeinf.offload.format.direct_io import BLOCK_BYTES
 from moeinf.offload.format.layout import is_tiled
 from moeinf.offload.format.quantise import quantise
-from moeinf.runtime.checkpoints import fp8, nvfp4, packed_integers
 from moeinf.runtime.checkpoints.checkpoint import (
     TORCH_DTYPE,
     Recipe,
@@ -21,8 +20,9 @@ from moeinf.runtime.checkpoints.checkpoint import (
     memory_of,
     read_exactly,
 )
-from moeinf.runtime.checkpoints.fused_experts import mxfp4_tiles, picked_values
-from moeinf.runtime.checkpoints.ggml import (
+from moeinf.runtime.checkpoints.quantised import fp8, nvfp4, packed_integers
+from moeinf.runtime.checkpoints.quantised.fused_experts import mxfp4_tiles, picked_values
+from moeinf.runtime.checkpoints.quantised.ggml import (
     all_packed_rows,
     factors_of,
     is_ggml,
@@ -140,7 +140,7 @@ def _tiles(tensor: SourceTensor, form: str, look: Look) -> Iterator[memoryview]:
     row_bytes = columns * dtype.itemsize
     step = max(1, BLOCK_BYTES // (row_bytes * BLOCK_ROWS)) * BLOCK_ROWS
     buffer = torch.empty(min(step, count) * columns, dtype=dtype)
-    descriptor = os.open(tensor.path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = os.open(tensor.path, os.O_RDONLY)
     try:
         for first in range(0, count, step):
             rows = buffer[: min(step, count - first) * columns].view(-1, columns)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moeinf.errors import Failure
 from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint, SourceTensor
-from moeinf.runtime.checkpoints.packed_integers import could_keep
+from moeinf.runtime.checkpoints.quantised.packed_integers import could_keep
 
 _BFLOAT16 = float(torch.finfo(torch.bfloat16).max)
 _FLOAT32 = float(torch.finfo(torch.float32).max)

@@ -44,10 +44,10 @@ from moeinf.runtime.checkpoints.checkpoint import (
     Pick,
     SourceTensor,
 )
-from moeinf.runtime.checkpoints.fused_experts import MXFP4
-from moeinf.runtime.checkpoints.ggml import dtype_of, is_ggml
-from moeinf.runtime.checkpoints.joining import joined
-from moeinf.runtime.checkpoints.nvfp4 import NVFP4
+from moeinf.runtime.checkpoints.quantised.fused_experts import MXFP4
+from moeinf.runtime.checkpoints.quantised.ggml import dtype_of, is_ggml
+from moeinf.runtime.checkpoints.quantised.joining import joined
+from moeinf.runtime.checkpoints.quantised.nvfp4 import NVFP4
 from moeinf.runtime.checkpoints.table_pieces import in_order, piece_of
 
 _HEAD = "lm_head.weight"
@@ -307,7 +307,7 @@ def _taken(family: Family, config: Any, checkpoint: Checkpoint) -> Inventory:
             _check(tensor, (*tensor.shape[:1], wanted.tables[mine.table][1]))
             tables[mine.table][mine.number] = tensor
         elif (known := family.rename(name)) in wanted.shapes:
-            _check(tensor, wanted.shapes[known])
+            _check(tensor, wanted.shapes[known], known)
             dense[known] = tensor
         elif not family.ignores(name, config):
             unused.append(name)
@@ -388,12 +388,13 @@ def _share(tensor: SourceTensor, number: int, count: int) -> SourceTensor:
     return replace(tensor, offset=at, size_bytes=size, scales=scales)
 
 
-def _check(tensor: SourceTensor, shape: tuple[int, ...]) -> None:
+def _check(tensor: SourceTensor, shape: tuple[int, ...], known: str = "") -> None:
+    """Raise BadCheckpoint for another shape or dtype; known: the tensor's name in the family."""
     if tensor.shape != shape:
         raise BadCheckpoint(
             f"{tensor.path}: {tensor.name!r} is {list(tensor.shape)}, the config says {list(shape)}"
         )
     readable = tensor.dtype in TORCH_DTYPE or tensor.scales is not None or is_ggml(tensor.dtype)
-    table = tensor.dtype in INTEGER_DTYPE and tensor.name.endswith(_EXACT)
+    table = tensor.dtype in INTEGER_DTYPE and known.endswith(_EXACT)
     if not (readable or table):
         raise BadCheckpoint(f"{tensor.path}: {tensor.name!r} is {tensor.dtype}, not a float format")

@@ -30,7 +30,7 @@ def read_rows(tensor: SourceTensor, first: int, count: int, dtype: torch.dtype) 
     """
     row_bytes = tensor.size_bytes // tensor.shape[0]
     data = bytearray(count * row_bytes)
-    descriptor = os.open(tensor.path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = os.open(tensor.path, os.O_RDONLY)
     try:
         at = tensor.offset + first * row_bytes
         read_exactly(descriptor, memoryview(data), at, tensor.path)

@@ -9,7 +9,7 @@ import torch
 from moeinf.models.base import Piece
 from moeinf.models.layers.decoder import Block
 from moeinf.runtime.dense import cpu_linear
-from moeinf.runtime.dense.cpu_block import tuned_block
+from moeinf.runtime.dense.cpu_block import joined, tuned_block
 from moeinf.runtime.dense.cpu_fused import tuned
 
 
@@ -23,4 +23,6 @@ class CpuMath:
 
     def tuned(self, piece: Piece) -> Piece:
         """See models.base.Parts.tuned."""
+        if isinstance(piece, tuple):
+            return cast(Piece, joined(piece))
         return cast(Piece, tuned_block(piece)) if isinstance(piece, Block) else tuned(piece)

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, Literal, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from moeinf.models.base import Piece
-from moeinf.models.layers.attention import GqaCore
+from moeinf.models.layers.attention import GqaCore, NormLastCore, PairCore, StillCore
+from moeinf.models.layers.ffn import GatedMlp, SigmoidGate
 from moeinf.models.layers.kv_cache import KvCache, PassRows, Span
-from moeinf.models.layers.mla import MlaCore
-from moeinf.models.layers.norms import RmsNorm
+from moeinf.models.layers.mla import LowRank, MlaCore
+from moeinf.models.layers.norms import RmsNorm, WideRmsNorm
 from moeinf.models.layers.routing import (
     BiasedSoftmaxRouter,
     HashRouter,
@@ -28,12 +29,29 @@ from moeinf.models.layers.routing import (
     SqrtSoftplusRouter,
     TopSoftmaxRouter,
 )
-from moeinf.native import DecodeAttention, GqaStep, MlaStep, RouterKernel, rms_norm
+from moeinf.native import GqaStep, MlaStep, RouterKernel, rms_norm
 from moeinf.offload.store.compute import MOST_ROWS
+from moeinf.runtime.dense.cpu_mlp import NativeGate, native_mlp
 
 _Planes = tuple[int, int, int, int, int, int]  # of a layer: addresses and strides
+_Norm = tuple[int, int, float, bool]  # address of the weight, width, eps, and if it is wide
 _Request = tuple[int, int, int, int, int, int, int]
+_WIDE = (torch.float32, "cpu")
 _planes: WeakKeyDictionary[KvCache, list[_Planes]] = WeakKeyDictionary()  # by layer
+
+
+_SCORING: dict[type, str] = {
+    SoftmaxRouter: "softmax",
+    BiasedSoftmaxRouter: "softmax",
+    SigmoidRouter: "sigmoid",
+    TopSoftmaxRouter: "top_softmax",
+}
+_ROTATION: dict[type, Literal["half", "pairs", "none"]] = {
+    GqaCore: "half",
+    NormLastCore: "half",
+    PairCore: "pairs",
+    StillCore: "none",
+}
 
 
 def tuned(piece: Piece) -> Piece:
@@ -43,35 +61,41 @@ def tuned(piece: Piece) -> Piece:
 
 
 class NativeNorm:
-    """RmsNorm for few rows."""
+    """RmsNorm for few rows, and WideRmsNorm for any, which have the same bits then."""
 
-    def __init__(self, torch_norm: RmsNorm) -> None:
-        self.torch_norm, self._weight = torch_norm, torch_norm.weight
-        self._address, self._width = self._weight.data_ptr(), len(self._weight)
+    def __init__(self, torch_norm: RmsNorm | WideRmsNorm) -> None:
+        self.torch_norm = held(torch_norm)
+        self.native = native_norm(self.torch_norm)
+        self._wide, self._width = isinstance(torch_norm, WideRmsNorm), len(torch_norm.weight)
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.numel() // self._width
-        if rows > MOST_ROWS or x.dtype != torch.bfloat16:
+        if (rows > MOST_ROWS and not self._wide) or x.dtype != torch.bfloat16:
             return self.torch_norm(x)
         x = x.contiguous()
         out = torch.empty_like(x)
-        rms_norm(
-            self._address, self._width, self.torch_norm.eps, x.data_ptr(), rows, out.data_ptr()
-        )
+        rms_norm(self.native, x.data_ptr(), rows, out.data_ptr())
         return out
 
 
 class NativeRouter:
-    """SoftmaxRouter for few rows. A row's result does not depend on the others, unlike torch's."""
+    """A router for few rows. A row's result does not depend on the others, unlike torch's."""
 
-    def __init__(self, torch_router: SoftmaxRouter) -> None:
+    def __init__(self, torch_router: SoftmaxRouter | SigmoidRouter | TopSoftmaxRouter) -> None:
         self.torch_router, weight = torch_router, torch_router.weight
-        groups, kept = torch_router.groups or (1, 1)
+        scoring = _SCORING[type(torch_router)]
+        bias = None if isinstance(torch_router, SoftmaxRouter) else torch_router.bias
+        self._bias = None if bias is None else bias.float().contiguous()
+        if isinstance(torch_router, TopSoftmaxRouter):
+            renormalise, scale, (groups, kept) = False, 1.0, (1, 1)
+        else:
+            renormalise, scale = torch_router.renormalise, torch_router.scale
+            groups, kept = torch_router.groups or (1, 1)
         experts, hidden = weight.shape
         self.top_k = torch_router.top_k
         self.kernel = RouterKernel(
-            weight.data_ptr(), experts, hidden, self.top_k,
-            torch_router.renormalise, torch_router.scale, groups, kept,
+            weight.data_ptr(), experts, hidden, self.top_k, renormalise, scale, groups, kept,
+            scoring, 0 if self._bias is None else self._bias.data_ptr(),
         )  # fmt: skip
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -119,9 +143,8 @@ class NativeGqa:
     def __init__(self, core: GqaCore) -> None:
         shape = core.shape
         self._torch, self.layer = core, core.layer
-        self._odd = shape.value_width != shape.head_dim
-        # whole heads rotate; partial rotary has fewer, and values of another width do without
-        self.angles = 0 if self._odd else shape.head_dim // 2
+        self._norms = [None if norm is None else held(norm) for norm in (core.q_norm, core.k_norm)]
+        q_norm, k_norm = (None if norm is None else native_norm(norm) for norm in self._norms)
         self._sinks = None if core.sinks is None else core.sinks.float().contiguous()
         self.step = GqaStep(
             shape.heads,
@@ -129,43 +152,29 @@ class NativeGqa:
             shape.head_dim,
             shape.softmax_scale,
             shape.window or 0,
-            native_norm(core.q_norm),
-            native_norm(core.k_norm),
+            q_norm,
+            k_norm,
             shape.clip or 0.0,
             0 if self._sinks is None else self._sinks.data_ptr(),
+            value_width=shape.value_width,
+            rotation=_ROTATION[type(core)],
+            norms_last=isinstance(core, NormLastCore),
         )
         self._width = shape.heads * shape.value_width
-        self._attention = {
-            q8: DecodeAttention(
-                shape.heads,
-                shape.kv_heads,
-                shape.head_dim,
-                shape.value_width,
-                shape.softmax_scale,
-                bf16=True,
-                window=shape.window or 0,
-                sinks=0 if self._sinks is None else self._sinks.data_ptr(),
-                q8=q8,
-            )
-            for q8 in (False, True)
-        }
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, rows: PassRows) -> Tensor:
-        in_q8 = is_q8(rows)
-        partial = rows.cos.shape[-1] != self.angles
-        if q.dtype != torch.bfloat16 or (partial and not (in_q8 or self._odd)):
+        if q.dtype != torch.bfloat16:
             return self._torch(q, k, v, rows)
+        in_q8 = is_q8(rows)
 
         def step(rows: PassRows, out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
-            if partial:
-                self._rotated_in_torch(rows, out, q, k, v)
-                return
             self.step(
                 q.data_ptr(),
                 k.data_ptr(),
                 v.data_ptr(),
                 rows.cos.data_ptr(),
                 rows.sin.data_ptr(),
+                rows.cos.shape[-1],
                 out.data_ptr(),
                 requests(rows.spans, self.layer),
                 in_q8,
@@ -177,16 +186,6 @@ class NativeGqa:
             return out
         return _mixed(step, self._torch, rows, q, k, v)
 
-    def _rotated_in_torch(
-        self, rows: PassRows, out: Tensor, q: Tensor, k: Tensor, v: Tensor
-    ) -> None:
-        """Run the steps before attention in torch, and attend natively."""
-        q, k, v = self._torch.heads(q, k, v, rows)
-        for row, span in enumerate(rows.spans):
-            span.cache.write(self.layer, span.past, k[row : row + 1], v[row : row + 1])
-        caches = requests(rows.spans, self.layer)
-        self._attention[is_q8(rows)](q.contiguous().data_ptr(), out.data_ptr(), caches)
-
 
 class NativeMla:
     """MlaCore for the rows of requests that bring one token."""
@@ -194,10 +193,8 @@ class NativeMla:
     def __init__(self, core: MlaCore) -> None:
         shape = core.shape
         self._torch, self.layer = core, core.layer
-        self.angles = shape.rope // 2
+        self.pairs = shape.rope // 2  # of a row that rotate
         self._kv_b = core.kv_b.contiguous()
-        norm = native_norm(core.kv_norm)
-        assert norm is not None
         self.step = MlaStep(
             shape.heads,
             shape.nope,
@@ -205,7 +202,7 @@ class NativeMla:
             shape.value,
             shape.kv_lora,
             shape.scale,
-            norm,
+            native_norm(core.kv_norm),
             self._kv_b.data_ptr(),
         )
 
@@ -220,6 +217,7 @@ class NativeMla:
                 latent.data_ptr(),
                 rows.cos.data_ptr(),
                 rows.sin.data_ptr(),
+                rows.cos.shape[-1],
                 out.data_ptr(),
                 requests(rows.spans, self.layer),
                 in_q8,
@@ -253,14 +251,17 @@ def is_q8(rows: PassRows) -> bool:
     return rows.spans[0].cache.layout.form == "q8"
 
 
-def native_norm(norm: Callable[[Tensor], Tensor] | None) -> tuple[int, int, float] | None:
-    """Return (address of the weight, width, eps), for a HeadNorm those of its inner norm."""
+def held(norm: Callable[[Tensor], Tensor]) -> RmsNorm | WideRmsNorm:
+    """Return the norm, for a HeadNorm its inner one, with the weight that `native_norm` takes."""
     found = getattr(norm, "norm", norm)
-    if found is None:
-        return None
-    assert isinstance(found, RmsNorm), type(found)
+    assert isinstance(found, RmsNorm | WideRmsNorm), type(found)
     assert found.weight.is_contiguous()
-    return found.weight.data_ptr(), len(found.weight), found.eps
+    return found if isinstance(found, RmsNorm) else replace(found, weight=found.weight.float())
+
+
+def native_norm(norm: RmsNorm | WideRmsNorm) -> _Norm:
+    """Return the norm as native steps take it: `held`, and kept as long as they."""
+    return norm.weight.data_ptr(), len(norm.weight), norm.eps, isinstance(norm, WideRmsNorm)
 
 
 def requests(spans: Sequence[Span], layer: int) -> list[_Request]:
@@ -283,43 +284,56 @@ def _addresses(cache: KvCache, layer: int) -> _Planes:
 
 
 def _gqa(core: GqaCore) -> object:
-    return NativeGqa(core) if _fits(_weight(core.q_norm)) else core
+    fits = all(norm is None or _fits_norm(norm) for norm in (core.q_norm, core.k_norm))
+    return NativeGqa(core) if fits else core
 
 
 def _mla(core: MlaCore) -> object:
     return NativeMla(core) if _fits(core.kv_b) else core
 
 
-def _rms_norm(norm: RmsNorm) -> object:
-    return NativeNorm(norm) if _fits(norm.weight) else norm
+def _rms_norm(norm: RmsNorm | WideRmsNorm) -> object:
+    return NativeNorm(norm) if _fits_norm(norm) else norm
 
 
-def _router(router: SoftmaxRouter) -> object:
+def _router(router: SoftmaxRouter | SigmoidRouter | TopSoftmaxRouter) -> object:
     return NativeRouter(router) if _fits(router.weight) else RowRouter(router)
+
+
+def _low_rank(projection: LowRank) -> LowRank:
+    return replace(projection, norm=tuned(projection.norm))
 
 
 def _normed(router: NormedRouter) -> NormedRouter:
     return replace(router, inner=tuned(router.inner))
 
 
-def _weight(norm: Callable[[Tensor], Tensor] | None) -> Tensor | None:
-    return getattr(getattr(norm, "norm", norm), "weight", None)
+def _fits_norm(norm: Callable[[Tensor], Tensor]) -> bool:
+    """Return True if the norm, or the inner one of a HeadNorm, has a native replacement."""
+    found = getattr(norm, "norm", norm)
+    if not isinstance(found, WideRmsNorm):
+        return isinstance(found, RmsNorm) and _fits(found.weight)
+    return _fits(found.weight) or (found.weight.dtype, found.weight.device.type) == _WIDE
 
 
-def _fits(weight: Tensor | None) -> bool:
-    """Return True if a piece with this weight, or without one, has a native replacement."""
-    return weight is None or (weight.dtype == torch.bfloat16 and weight.device.type == "cpu")
+def _fits(weight: Tensor) -> bool:
+    """Return True if a piece with this weight has a native replacement."""
+    return weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
 
 
 _NATIVE: dict[type, Callable[[Any], object]] = {
-    GqaCore: _gqa,
+    **dict.fromkeys(_ROTATION, _gqa),
     MlaCore: _mla,
     RmsNorm: _rms_norm,
+    WideRmsNorm: _rms_norm,
+    LowRank: _low_rank,
+    GatedMlp: native_mlp,
+    SigmoidGate: NativeGate,
     SoftmaxRouter: _router,
     NormedRouter: _normed,
-    TopSoftmaxRouter: RowRouter,
-    SigmoidRouter: RowRouter,
-    BiasedSoftmaxRouter: RowRouter,
+    TopSoftmaxRouter: _router,
+    SigmoidRouter: _router,
+    BiasedSoftmaxRouter: _router,
     SqrtSoftplusRouter: RowRouter,
     HashRouter: lambda router: RowHashRouter(router.inner, router.table),
     SparseMixer: RowRouter,

@@ -11,7 +11,6 @@ deleted, and reported in one line.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
@@ -19,8 +18,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from moeinf.native import crc32c
-from moeinf.runtime.atomic_files import make_folder_durably, sync_folder
-from moeinf.runtime.regular_files import open_regular
+from moeinf.runtime.files.atomic import make_folder_durably, sync_folder
+from moeinf.runtime.files.regular import open_regular
+from moeinf.runtime.system import NO_FOLLOW, lock, open_folder
 
 MAGIC = b"MOEINFL\n"
 MAX_RECORD_BYTES = 64 << 20
@@ -98,10 +98,10 @@ class RecordLog:
     def _opened(self) -> Iterator[int]:
         """Lock the folder and yield the log's descriptor, creating the log if necessary."""
         make_folder_durably(self._folder)
-        lock = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        folder = open_folder(self._folder)
         descriptor = -1
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            lock(folder)
             descriptor = self._open()
             problem = self._check_header(descriptor)
             if problem is not None:
@@ -115,10 +115,10 @@ class RecordLog:
         finally:
             if descriptor >= 0:
                 os.close(descriptor)
-            os.close(lock)
+            os.close(folder)
 
     def _open(self) -> int:
-        return open_regular(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+        return open_regular(self._path, os.O_RDWR | os.O_CREAT | NO_FOLLOW)
 
     def _check_header(self, descriptor: int) -> str | None:
         """Return the problem with the log, or None. Writes the beginning of a new log."""
@@ -166,7 +166,7 @@ class RecordLog:
     def _cut(self, descriptor: int, size: int) -> None:
         """Truncate the log after the last whole record; save the rest in a new file."""
         rest, aside = size - self._end, _free_name(self._path)
-        copy = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        copy = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             for at in range(0, rest, 1 << 20):
                 _write(copy, os.pread(descriptor, min(1 << 20, rest - at), self._end + at), at)

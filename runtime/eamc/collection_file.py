@@ -21,9 +21,10 @@ from moeinf.errors import UnusableInput
 from moeinf.offload.format.array_file import BadContainer
 from moeinf.offload.routing.eamc import Eamc
 from moeinf.offload.routing.trace import RequestEam
-from moeinf.runtime.atomic_files import write_bytes_durably
 from moeinf.runtime.config import Settings
 from moeinf.runtime.eamc.append_log import RecordLog
+from moeinf.runtime.eamc.kept_recording import recording_path
+from moeinf.runtime.files.atomic import write_bytes_durably
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.manifest import Manifest
 
@@ -83,6 +84,7 @@ class EamcState:
         layers, experts = self._shape
         header = msgspec.json.encode(_Header("eamc", VERSION, layers, experts))
         folder = settings.state_of(manifest.model)
+        self.recording = recording_path(settings, manifest.model)
         self._log = RecordLog(folder, _LOG, header, self._problem, note)
 
     @property
@@ -123,7 +125,8 @@ class EamcState:
         return self._replay(self._log.read())
 
     def clear(self) -> int:
-        """Delete all entries; return how many there were."""
+        """Delete all entries and the recording; return how many entries there were."""
+        self.recording.unlink(missing_ok=True)
         held = len(self.load())
         if held:
             self._log.rewrite(lambda _: [])

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moeinf.models.base import Experts, Pending, Phase
+from moeinf.native import SlotKernel
 from moeinf.offload.routing.trace import (
     Pass,
     PassBuilder,
@@ -23,12 +24,13 @@ from moeinf.offload.routing.trace import (
     RoutingShape,
     Tracer,
 )
+from moeinf.offload.store.all_there import WholeLayers
 from moeinf.runtime.library.manifest import Manifest
 
 _PASSES = 64  # counted in one batch: between two tokens, all counting code has left the CPU caches
 
 
-class Recorder:
+class Recorder(WholeLayers):
     """`Experts` that forward to other experts and record the routing. Results never change."""
 
     def __init__(self, experts: Experts, shape: RoutingShape) -> None:
@@ -39,22 +41,30 @@ class Recorder:
         self._routed: list[tuple[int, Tensor, Tensor | None]] = []  # of the running pass
         self._uncounted: list[Pass] = []
         self.recording: Recording | None = None
+        self._details = True
         self._forwards = False  # hints, because the experts below wanted the next one
 
-    def record(self, name: str) -> Recording:
-        """Record every event from the next pass in the returned recording."""
-        self.recording = Recording(name, self._shape)
+    def record(self, name: str, details: bool = True) -> Recording:
+        """Record every event from the next pass in the returned recording.
+
+        details: with the weights and the hints.
+        """
+        self.recording, self._details = Recording(name, self._shape), details
         return self.recording
 
     @property
     def wants_hints(self) -> bool:
-        """True if a recording runs, or if the experts below prefetch."""
+        """True if a recording takes them, or if the experts below prefetch."""
         self._forwards = self._experts.wants_hints
-        return self.recording is not None or self._forwards
+        return self._has_details or self._forwards
+
+    @property
+    def _has_details(self) -> bool:
+        return self.recording is not None and self._details
 
     def begin_pass(self, rows: Tensor, phase: Phase, pieces: Sequence[slice] = ()) -> None:
         requests = rows.numpy(force=True)
-        self._pass = PassBuilder(self._shape, requests, phase, self.recording is not None)
+        self._pass = PassBuilder(self._shape, requests, phase, self._has_details)
         self._routed.clear()
         self._experts.begin_pass(rows, phase, *([pieces] if pieces else []))
 
@@ -64,12 +74,26 @@ class Recorder:
         The caller must not write to ids and weights before the pass ends, when they are read.
         """
         pending = self._experts.submit(layer, x, ids, weights)
-        if self._pass is not None:
-            self._routed.append((layer, ids, weights if self.recording is not None else None))
+        self._keep(layer, ids, weights)
         return pending
 
+    def slots(self, layer: int) -> SlotKernel | None:
+        """See WholeLayers."""
+        experts = self._experts
+        return experts.slots(layer) if isinstance(experts, WholeLayers) else None
+
+    def computed(self, layer: int, ids: Tensor, weights: Tensor, events: int) -> None:
+        """Forward to the experts and record the routing, as submit does."""
+        assert isinstance(self._experts, WholeLayers)
+        self._experts.computed(layer, ids, weights, events)
+        self._keep(layer, ids, weights)
+
+    def _keep(self, layer: int, ids: Tensor, weights: Tensor) -> None:
+        if self._pass is not None:
+            self._routed.append((layer, ids, weights if self._has_details else None))
+
     def hint(self, layer: int, ids: Tensor, scores: Tensor) -> None:
-        if self._pass is not None and self.recording is not None:
+        if self._pass is not None and self._has_details:
             self._pass.hint(layer, ids.numpy(force=True))
         if self._forwards:
             self._experts.hint(layer, ids, scores)

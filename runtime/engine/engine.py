@@ -18,12 +18,12 @@ from moeinf.models.base import Experts, Model, State
 from moeinf.models.seq2seq.encoder_decoder import EncoderDecoder
 from moeinf.native import DeviceError
 from moeinf.offload.gpu_tier.layer_runner import OutOfMemory
-from moeinf.offload.routing.trace import Recording
+from moeinf.offload.routing.trace import Recording, RequestEam
 from moeinf.runtime.config import PREFILL_CHUNK, EngineConfig, Settings
 from moeinf.runtime.engine.compute_threads import ComputeThreads
 from moeinf.runtime.engine.draft_engine import Drafter, open_draft
 from moeinf.runtime.engine.info import EngineInfo
-from moeinf.runtime.engine.loader import LoadedModel
+from moeinf.runtime.engine.loader import LoadedModel, LoadProgress
 from moeinf.runtime.engine.memory_watch import MemoryWatch
 from moeinf.runtime.engine.moving_memory import MovingMemory
 from moeinf.runtime.engine.mtp_engine import open_mtp
@@ -117,10 +117,12 @@ class Engine:
         config: EngineConfig,
         settings: Settings,
         expires_at: Callable[[], int | None] = lambda: None,
+        progress: LoadProgress | None = None,
     ) -> Engine:
         """Plan, open the expert store, load the weights, warm up. A failure closes what is open.
 
-        expires_at: when a server will close the engine, in seconds since the epoch.
+        expires_at: when a server will close the engine, in seconds since the epoch. progress: is
+        told how much of the dense weights is read.
 
         Raises DoesNotFit or BadContext for an impossible plan, and OutOfDeviceMemory. Raises
         DamagedModel for files that differ from the manifest, and NoSuchModel when the model is
@@ -129,9 +131,9 @@ class Engine:
         start = time.perf_counter()
         with ExitStack() as opened:
             plan = plan_engine(manifest, folder, config, settings, opened)
-            text = open_text(folder, opened)
+            text = open_text(manifest, folder, opened)
             tiers = open_tiers(plan, opened)
-            weights = load_weights(plan, tiers, opened)
+            weights = load_weights(plan, tiers, opened, progress)
             warmed = warm_up(tiers)
             draft = open_draft(plan, weights.model, opened) or open_mtp(plan, weights.model, opened)
             prefixes = open_prefixes(plan, weights, opened)
@@ -312,12 +314,12 @@ class Engine:
         state.request = self.tracing.begin()
         return state.request
 
-    def end_request(self, request: int, counts: bool) -> None:
-        """Release the request, and append its routing to the EAMC, if it `counts`."""
+    def end_request(self, request: int, counts: bool) -> RequestEam | None:
+        """Release the request; append its routing to the EAMC if it `counts`, and return it."""
         with self.memory:
             self.store.end_request(request)
             self._keep_promise()
-            self.tracing.end(request, counts)
+            return self.tracing.end(request, counts)
 
     @device_faults()
     def _keep_promise(self) -> None:
@@ -342,9 +344,12 @@ class Engine:
         words += f"{given} device slots given back" if given else "--device-memory is exceeded"
         self.notes.append(words)
 
-    def record(self, name: str) -> Recording:
-        """Record every later pass in the recording that is returned. Needs config.trace."""
-        return self.tracing.record(name)
+    def record(self, name: str, details: bool = True) -> Recording:
+        """Record every later pass in the recording that is returned. Needs config.trace.
+
+        details: with the weights and the hints.
+        """
+        return self.tracing.record(name, details)
 
     def routed_through(self, wrap: Callable[[Experts], Wrapped]) -> AbstractContextManager[Wrapped]:
         """Send the passes within through wrap(experts), to force, count or time their routing.

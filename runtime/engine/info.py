@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from moeinf.runtime.config import PREFILL_CHUNK, Kv
+from moeinf.runtime.library.defaults import Defaults
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.names import ModelName
 from moeinf.runtime.placement.plan import Placement
-from moeinf.runtime.requests import SamplingOptions
+from moeinf.runtime.requests import Limits, SamplingOptions
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class EngineInfo:
     placement: Placement
     policy: str  # cache policy of the expert slots, as configured
     sampling: SamplingOptions  # the model's defaults
+    limits: Limits  # the same
     ends: frozenset[int]  # token ids that end an answer
     vocab_size: int
     reads_sources: bool  # an encoder-decoder: a state needs a source before `extend`
@@ -39,6 +41,11 @@ class EngineInfo:
     @property
     def name(self) -> ModelName:
         return self.manifest.model
+
+    @property
+    def defaults(self) -> Defaults | None:
+        """The values of requests that name no others; None: none from `moeinf create`."""
+        return self.manifest.defaults
 
     @property
     def family(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -28,7 +29,7 @@ from moeinf.offload.routing.eamc import Eamc
 from moeinf.offload.routing.trace import RoutingShape
 from moeinf.offload.store.expert_store import Choice, ExpertStore
 from moeinf.offload.store.host_tier import HostTier
-from moeinf.offload.store.low_copies import LowCopies
+from moeinf.offload.store.lossy.low_copies import LowCopies
 from moeinf.offload.store.table_cache import CachedTable
 from moeinf.offload.store.transfer import Transfer
 from moeinf.runtime.checkpoints.checkpoint import (
@@ -42,19 +43,27 @@ from moeinf.runtime.config import EngineConfig
 from moeinf.runtime.dense.cpu_backend import CpuMath
 from moeinf.runtime.dense.cpu_linear import DenseMath
 from moeinf.runtime.engine.gpu_tier import OpenGpu, device_tier
+from moeinf.runtime.files.regular import check_regular, read_regular
 from moeinf.runtime.library.dense_views import DenseViews, read_dense_header
 from moeinf.runtime.library.manifest import DENSE, MANIFEST, DamagedModel, Manifest
 from moeinf.runtime.machine.disk_bench import Reading
-from moeinf.runtime.machine.memory import physical_bytes
 from moeinf.runtime.machine.page_cache import cached_share
 from moeinf.runtime.placement.plan import Placement
-from moeinf.runtime.regular_files import check_regular, read_regular
+from moeinf.runtime.system import physical_bytes
 
 _PIECE = 8 << 20  # bytes of one read of the dense weights
 _PIECES_TO_DEVICE = 8  # pieces that wait in RAM
 _SAMPLED_SHARDS = 16
 _CACHED_SHARE = 0.5  # above this share, uncached data is read through the page cache
 _WORTH_SHARE = 0.05  # of decode time; below it, an engine reads nothing ahead of demand
+
+
+@dataclass
+class LoadProgress:
+    """How much of a model's dense weights is read. One thread writes it, others may look."""
+
+    read_bytes: int = 0
+    total_bytes: int = 0  # 0: it is not known yet
 
 
 class DenseWeights(DenseViews):
@@ -67,13 +76,16 @@ class DenseWeights(DenseViews):
         config: EngineConfig,
         reading: Reading,
         math: DenseMath | None = None,
+        progress: LoadProgress | None = None,
     ) -> None:
         """Read and check the weights. math: computes with them, on its device; None: the CPU."""
         math = math or CpuMath()
         record = manifest.file(DENSE)
         try:
             header = read_dense_header(folder / DENSE)
-            buffer, checksum = _read_dense(folder, record, config, reading, math)
+            buffer, checksum = _read_dense(
+                folder, record, config, reading, math, progress or LoadProgress()
+            )
         except (BadCheckpoint, OSError) as error:
             words = reason(error).replace(f"{folder}/", "")
             raise DamagedModel(f"{manifest.model}: {words}") from error
@@ -112,7 +124,12 @@ def _widener(table: RowTable) -> Callable[[Tensor], Tensor]:
 
 
 def _read_dense(
-    folder: Path, record: FileRecord, config: EngineConfig, reading: Reading, math: DenseMath
+    folder: Path,
+    record: FileRecord,
+    config: EngineConfig,
+    reading: Reading,
+    math: DenseMath,
+    progress: LoadProgress,
 ) -> tuple[Tensor, int]:
     """Read the dense file to the device of `math`; return its data and CRC-32C.
 
@@ -130,6 +147,7 @@ def _read_dense(
     buffer = slots.flatten()[: record.data_bytes]
     if inside:
         buffer = torch.empty(record.data_bytes, dtype=torch.uint8, device=math.place)
+    progress.total_bytes = record.data_bytes
     direct = _past_the_cache(config, reading, [folder / record.path])
     readers = config.readers or reading.readers
     transfer = Transfer(folder, pieces, pool, readers=readers, direct_io=direct)
@@ -140,6 +158,7 @@ def _read_dense(
             transfer.wait(tickets[number], number)
             piece = slots[slot, : len(there)]
             checksum = crc32c(memory_of(piece), checksum)
+            progress.read_bytes += len(piece)
             if inside:
                 there.copy_(piece)
                 if (following := number + pool.slots) < len(pieces):
@@ -176,13 +195,15 @@ def load_model(
     config: EngineConfig,
     reading: Reading,
     math: DenseMath | None = None,
+    progress: LoadProgress | None = None,
 ) -> Model:
     """Build the family's model with its dense weights, on the device of `math`.
 
     Raises DamagedModel.
     """
     values = read_json(folder / CONFIG)
-    family, weights = family_of(values), DenseWeights(folder, manifest, config, reading, math)
+    family = family_of(values)
+    weights = DenseWeights(folder, manifest, config, reading, math, progress)
     return family.build(family.parse(values), weights)
 
 

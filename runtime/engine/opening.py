@@ -29,7 +29,13 @@ from moeinf.runtime.eamc.collection_file import EamcState
 from moeinf.runtime.engine.cache_routing import CacheAwareMath, check_route
 from moeinf.runtime.engine.gpu_tier import OpenGpu, open_gpu
 from moeinf.runtime.engine.info import EngineInfo
-from moeinf.runtime.engine.loader import LoadedModel, check_small_files, load_model, open_store
+from moeinf.runtime.engine.loader import (
+    LoadedModel,
+    LoadProgress,
+    check_small_files,
+    load_model,
+    open_store,
+)
 from moeinf.runtime.engine.notes import Notes
 from moeinf.runtime.library.draft_model import find_draft
 from moeinf.runtime.library.library import Library, NoSuchModel
@@ -47,12 +53,13 @@ from moeinf.runtime.machine.memory import (
     rss_bytes,
     total_bytes,
 )
+from moeinf.runtime.ollama_options import Options
 from moeinf.runtime.placement.bandwidth import drive_of
 from moeinf.runtime.placement.draft_plan import may_draft, place_both
 from moeinf.runtime.placement.plan import Placement
 from moeinf.runtime.prefix.cache import PrefixCache
 from moeinf.runtime.prefix.opening import open_prefix_cache
-from moeinf.runtime.requests import SamplingOptions
+from moeinf.runtime.requests import Limits, SamplingOptions
 from moeinf.runtime.sampling.grammar_processes import Grammars
 from moeinf.runtime.sampling.sampler import model_defaults
 from moeinf.runtime.text.chat_template import TemplateWorker
@@ -148,18 +155,22 @@ class Text:
     grammars: Grammars
     ends: frozenset[int]
     sampling: SamplingOptions
+    limits: Limits
 
 
-def open_text(folder: Path, opened: ExitStack) -> Text:
+def open_text(manifest: Manifest, folder: Path, opened: ExitStack) -> Text:
     """Read the tokenizer and start the template worker, which starts up while the weights load."""
-    tokenizer, template = Tokenizer(folder), None
+    given = manifest.defaults
+    tokenizer = Tokenizer(folder, None if given is None else given.template)
+    template, options = None, Options() if given is None else given.options
     if tokenizer.chat_template is not None:
         template = TemplateWorker(tokenizer.chat_template)
         opened.callback(template.close)
     ends = end_tokens(folder, tokenizer)
     grammars = Grammars(folder / "tokenizer.json", min(ends, default=None))
     opened.callback(grammars.close)
-    return Text(tokenizer, template, grammars, ends, model_defaults(folder))
+    sampling = options.sampling.over(model_defaults(folder))
+    return Text(tokenizer, template, grammars, ends, sampling, options.limits)
 
 
 @dataclass(frozen=True)
@@ -208,13 +219,15 @@ def _past_requests(eamc: EamcState, plan: Plan) -> Eamc | None:
         return None
 
 
-def load_weights(plan: Plan, tiers: Tiers, opened: ExitStack) -> LoadedModel:
+def load_weights(
+    plan: Plan, tiers: Tiers, opened: ExitStack, progress: LoadProgress | None = None
+) -> LoadedModel:
     """Read the dense weights. Raises DamagedModel, OutOfDeviceMemory."""
     inside: DenseMath | None = None if tiers.gpu is None else tiers.gpu.dense_math
     if plan.config.cache_aware:
         inside = CacheAwareMath(tiers.store, plan.config.cache_aware)
     with _room_for("dense weights", tiers.gpu):
-        model = load_model(plan.folder, plan.manifest, plan.config, tiers.reading, inside)
+        model = load_model(plan.folder, plan.manifest, plan.config, tiers.reading, inside, progress)
     weights = LoadedModel(model)
     opened.callback(weights.close)
     return weights
@@ -259,6 +272,7 @@ def facts(
         placement=plan.placement,
         policy=config.policy,
         sampling=text.sampling,
+        limits=text.limits,
         ends=text.ends,
         vocab_size=model.vocab_size,
         reads_sources=isinstance(model, EncoderDecoder),

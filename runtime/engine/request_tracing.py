@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from moeinf.errors import reason
 from moeinf.models.base import Experts
-from moeinf.offload.routing.trace import Recording
+from moeinf.offload.routing.trace import Recording, RequestEam
 from moeinf.runtime.eamc.collection_file import EamcState
 from moeinf.runtime.eamc.recorder import Recorder, routing_shape
 from moeinf.runtime.engine.notes import Notes
@@ -60,27 +60,28 @@ class RequestTracing:
         finally:
             self._wrapped = before
 
-    def record(self, name: str) -> Recording:
+    def record(self, name: str, details: bool = True) -> Recording:
         """Start a recording; see Engine.record."""
         assert self._recorder is not None
-        return self._recorder.record(name)
+        return self._recorder.record(name, details)
 
     def begin(self) -> int:
         """Return the number of a new request."""
         return next(self._numbers)
 
-    def end(self, request: int, counts: bool) -> None:
-        """Append the routing of the request to the EAMC if `counts`.
+    def end(self, request: int, counts: bool) -> RequestEam | None:
+        """Append the routing of the request to the EAMC if `counts`, and return it.
 
         If the EAMC cannot be written, add a note and stop tracing. The answer is not affected.
         """
         if self._recorder is None or self.eamc is None:
-            return
+            return None
         eam = self._recorder.finish(request)
         if eam is None or not counts:
-            return
+            return None
         try:
             self.eamc.append(eam)
         except OSError as error:
             self._recorder = None
             self._notes.append(f"the EAMC of {self._model} cannot be written: {reason(error)}")
+        return eam

@@ -28,7 +28,8 @@ class Answer:
         self._sampler = sampler
         self._stream = engine.tokenizer.stream(list(prompt))
         self._text = StopFinder(limits.stop)
-        self._most = room if limits.max_tokens is None else min(room, limits.max_tokens)
+        most = limits.max_tokens
+        self._most = room if most is None or most < 0 else min(room, most)
         self.history = list(prompt)  # and every token chosen
         self.tokens: list[int] = []
         self.finish_reason: Literal["stop", "length"] = "length"

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from moeinf.offload.routing.trace import RequestEam
     from moeinf.runtime.engine.engine import Engine
 
 
@@ -147,6 +148,7 @@ class Request:
     source: the encoder-decoder's input; the prompt is the beginning of its answer.
     stopped: returns True once the answer is to end, at the next layer.
     reading: takes the tokens of the prompt that are read, and all, before each chunk is read.
+    routed: takes the routing of the request when it has ended; None if it is not recorded.
     """
 
     prepare: Callable[[Engine], list[int]]
@@ -160,4 +162,5 @@ class Request:
     source: Sequence[int] = ()
     stopped: Callable[[], bool] = lambda: False
     reading: Callable[[int, int], None] = lambda _read, _all: None
+    routed: Callable[[RequestEam | None], None] = lambda _: None
     times: Times = field(default_factory=Times)

@@ -12,7 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from moeinf.runtime.generation.strict_turns import later_systems, strict_turns
 from moeinf.runtime.invalid import InvalidValue
+from moeinf.runtime.library.defaults import with_defaults
 from moeinf.runtime.request_json import parse
 from moeinf.runtime.requests import MAX_TEXT_BYTES, PromptTooLong
 from moeinf.runtime.text.chat_template import TemplateError, check_variables
@@ -46,6 +48,7 @@ def chat_prompt(
     """
     check_variables(variables)
     messages = [_without_billing(message) for message in messages]
+    messages = with_defaults(engine.info.defaults, messages)
     _check(engine, *_texts([*messages, *tools, variables]))  # before any of them is tokenised
     tokenizer = engine.tokenizer
     if engine.template is None:  # a base model: it continues the text
@@ -56,7 +59,7 @@ def chat_prompt(
     if tools:
         extra["tools"] = _guarded(list(tools), tokenizer)
     extra |= {"bos_token": tokenizer.bos or "", "eos_token": tokenizer.eos or ""}
-    rendered = _rendered(engine, messages, extra)
+    rendered = _rendered_turns(engine, messages, extra)
     _check(engine, rendered)  # a template may write a text more than once
     return tokenizer.encode_rendered(rendered)
 
@@ -72,6 +75,23 @@ def _without_billing(message: Message) -> Message:
         return message
     found = _BILLING.match(text)
     return message if found is None else {**message, "content": text[found.end() :]}
+
+
+def _rendered_turns(engine: Engine, messages: Sequence[Message], extra: dict[str, Any]) -> str:
+    """Return the text of a template, with strict turns if it refuses or drops the given ones.
+
+    Raises TemplateError.
+    """
+    strict = strict_turns(messages)
+    try:
+        rendered = _rendered(engine, messages, extra)
+    except TemplateError:
+        if strict == list(messages):
+            raise
+        return _rendered(engine, strict, extra)
+    later = [str(message.get("content") or "").strip() for message in later_systems(messages)]
+    dropped = any(engine.tokenizer.guard(text) not in rendered for text in later)
+    return _rendered(engine, strict, extra) if dropped else rendered
 
 
 def _rendered(engine: Engine, messages: Sequence[Message], extra: dict[str, Any]) -> str:

@@ -12,10 +12,10 @@ import msgspec
 from msgspec import Struct
 
 from moeinf.errors import UnusableInput, problem
-from moeinf.runtime.atomic_files import make_folder_durably, write_bytes_durably
 from moeinf.runtime.config import Settings
+from moeinf.runtime.files.atomic import make_folder_durably, write_bytes_durably
+from moeinf.runtime.files.regular import NotRegular, read_regular
 from moeinf.runtime.names import ModelName
-from moeinf.runtime.regular_files import NotRegular, read_regular
 from moeinf.runtime.requests import Message
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")

@@ -191,6 +191,7 @@ class Scheduler:
         engine, request, prompt = self._engine, one.request, one.prompt
         sampler = Sampler(request.options, engine.info.sampling)
         room = engine.info.context - len(prompt)
+        request.limits = request.limits.over(engine.info.limits)
         answer = Answer(engine, prompt, sampler, request.limits, room)
         # An embedding needs the states of all tokens, and a cache keeps no states. After another
         # source no token means the same.
@@ -388,7 +389,7 @@ class Scheduler:
         if not (self._engine.info.reproducible or one.request.source):
             place.reusable = one.answer.history[: place.state.length]
         with suppress(Exception):  # an answer matters more than its record
-            self._engine.end_request(one.number, counts=one.prefilled)
+            one.request.routed(self._engine.end_request(one.number, counts=one.prefilled))
         self._ended(ended)
 
 

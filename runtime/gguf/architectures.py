@@ -19,6 +19,7 @@ from moeinf.runtime.gguf.families.delta_net import (
     DELTA_NAMES,
     NEXT_MADE,
     NEXT_NAMES,
+    qwen35_config,
 )
 from moeinf.runtime.gguf.families.gemma4 import GEMMA4_NAMES, gemma4_config
 from moeinf.runtime.gguf.families.hybrid import (
@@ -52,6 +53,18 @@ from moeinf.runtime.gguf.families.sparse_latent import (
     glm_dsa_config,
     mistral4_config,
     v32_config,
+)
+from moeinf.runtime.gguf.families.streams import (
+    DEEPSEEK4_NAMES,
+    DEEPSEEK4_TOP,
+    GLM5_NEXT_MADE,
+    GLM5_NEXT_NAMES,
+    QWEN4_MADE,
+    QWEN4_NAMES,
+    deepseek4_config,
+    glm5_next_config,
+    qwen4_config,
+    qwen4_top,
 )
 from moeinf.runtime.gguf.families.usual import (
     AFTER,
@@ -104,12 +117,16 @@ class Architecture:
     names   name inside a block -> name inside model.layers.N; a `.scale` here is no factor
     moves   name inside a block -> the function that restores the order of its rows
     made    name inside model.layers.N -> how it is made of tensors of the block
+    top     names outside the blocks that no other architecture has
+    centred  norms outside the blocks that are stored plus 1
     """
 
     config: Callable[[Keys], dict[str, Any]]
     names: Mapping[str, str]
     moves: Mapping[str, Change] = field(default_factory=dict)
     made: Mapping[str, Made] = field(default_factory=dict)
+    top: Callable[[Keys], Mapping[str, str]] = lambda _: {}
+    centred: tuple[str, ...] = ()
 
     @property
     def used(self) -> frozenset[str]:
@@ -268,27 +285,8 @@ def _deepseek(keys: Keys) -> dict[str, Any]:
     return found
 
 
-def _qwen35(keys: Keys, model_type: str = "qwen3_5_moe_text") -> dict[str, Any]:
-    heads = keys.count("ssm.time_step_rank")
-    kinds = {True: "linear_attention", False: "full_attention"}
-    return (
-        body(keys, model_type)
-        | qwen_experts(keys)
-        | {
-            "attention_bias": keys.side("attn_q.bias", 0) is not None,
-            "rope_parameters": keys.partial_rope(),
-            "linear_num_key_heads": keys.get("ssm.group_count"),
-            "linear_num_value_heads": heads,
-            "linear_key_head_dim": keys.get("ssm.state_size"),
-            "linear_value_head_dim": keys.count("ssm.inner_size") // heads,
-            "linear_conv_kernel_dim": keys.get("ssm.conv_kernel"),
-            "layer_types": [kinds[keys.has_tensor("ssm_a", b)] for b in range(keys.layers)],
-        }
-    )
-
-
 def _qwen3next(keys: Keys) -> dict[str, Any]:
-    return _qwen35(keys, "qwen3_next")
+    return qwen35_config(keys, "qwen3_next")
 
 
 _LATENT_NAMES = ATTENTION | MLP | SIGMOID | LATENT
@@ -296,6 +294,7 @@ _KV_B = {"self_attn.kv_b_proj.weight": KV_B}
 ARCHITECTURES: Mapping[str, Architecture] = {
     "arctic": Architecture(_arctic, ATTENTION | _ARCTIC, _PAIRED),
     "deepseek2": Architecture(_deepseek, _LATENT_NAMES, made=_KV_B),
+    "deepseek4": Architecture(deepseek4_config, DEEPSEEK4_NAMES, top=lambda _: DEEPSEEK4_TOP),
     "deepseek32": Architecture(v32_config, _LATENT_NAMES | INDEXER_NAMES, made=_KV_B),
     "dots1": Architecture(dots1_config, ATTENTION | MLP | SIGMOID),
     "ernie4_5-moe": Architecture(ernie_config, ERNIE_NAMES, made=ERNIE_MADE),
@@ -303,6 +302,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "gemma4": Architecture(gemma4_config, GEMMA4_NAMES),
     "glm-dsa": Architecture(glm_dsa_config, _LATENT_NAMES | INDEXER_NAMES, made=_KV_B),
     "glm4moe": Architecture(_glm4, ATTENTION | MLP | SIGMOID | AFTER),
+    "glm5-next": Architecture(glm5_next_config, GLM5_NEXT_NAMES, made=GLM5_NEXT_MADE),
     "gpt-oss": Architecture(
         _gpt_oss,
         {
@@ -345,10 +345,25 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "phimoe": Architecture(_phimoe, {**ATTENTION, "ffn_gate_inp": "block_sparse_moe.gate"}),
     "qwen2moe": Architecture(_qwen2, ATTENTION | MLP | SHARED),
     "qwen35moe": Architecture(
-        _qwen35, ATTENTION | MLP | SHARED | AFTER | DELTA_NAMES, DELTA_MOVES, DELTA_MADE
+        qwen35_config,
+        ATTENTION | MLP | SHARED | AFTER | DELTA_NAMES,
+        DELTA_MOVES,
+        DELTA_MADE,
+        centred=("output_norm.weight",),
     ),
     "qwen3next": Architecture(
-        _qwen3next, ATTENTION | MLP | SHARED | AFTER | NEXT_NAMES, made=NEXT_MADE
+        _qwen3next,
+        ATTENTION | MLP | SHARED | AFTER | NEXT_NAMES,
+        made=NEXT_MADE,
+        centred=("output_norm.weight",),
     ),
     "qwen3moe": Architecture(_qwen3, ATTENTION | MLP),
+    "qwen4exp": Architecture(
+        qwen4_config,
+        QWEN4_NAMES,
+        DELTA_MOVES,
+        QWEN4_MADE,
+        qwen4_top,
+        centred=("output_norm.weight", "output_hc_norm.weight"),
+    ),
 }

@@ -15,8 +15,8 @@ from moeinf.runtime.checkpoints.checkpoint import (
     Recipe,
     SourceTensor,
 )
-from moeinf.runtime.checkpoints.ggml import dtype_of
-from moeinf.runtime.checkpoints.nvfp4 import NVFP4
+from moeinf.runtime.checkpoints.quantised.ggml import dtype_of
+from moeinf.runtime.checkpoints.quantised.nvfp4 import NVFP4
 from moeinf.runtime.checkpoints.torch_bin import open_folder
 from moeinf.runtime.gguf.architectures import ARCHITECTURES, Architecture
 from moeinf.runtime.gguf.families.delta_net import minus_one
@@ -37,8 +37,7 @@ _BLOB = re.compile(r"sha256-[0-9a-f]{64}")
 _BLOCK = re.compile(r"blk\.(0|[1-9]\d{0,8})\.(.+)")
 _STACKED = re.compile(r"ffn_(gate|up|down|gate_up)_exps\.(weight|bias)")
 _ALONE = re.compile(r"ffn_(gate|up|down)\.(0|[1-9]\d{0,8})\.weight")  # files of 2024
-_CENTRED = ("qwen35moe", "qwen3next")  # norms are stored plus 1
-_NULL = ("q_lora_rank",)  # null has a meaning
+_NULL = ("q_lora_rank", "linear_lower_bound")  # null has a meaning
 # Factors of NVFP4 matrices, and of activations, which have more bits here.
 _SCALE, _INPUT_SCALE = ".scale", ".input_scale"
 _MAX_PIECES = 1 << 20  # tensors of experts
@@ -90,7 +89,7 @@ def _sorted(
     """
     tensors: dict[str, SourceTensor] = {}
     experts: dict[tuple[int, int, str], SourceTensor] = {}
-    sparse = _sparse_layers(keys)
+    sparse, top = _sparse_layers(keys), {**_TOP, **known.top(keys)}
     for name, tensor in keys.file.tensors.items():
         if name in FACTORS or _belongs(name, keys):  # in the config, or read with a matrix
             continue
@@ -98,7 +97,7 @@ def _sorted(
         if match is None:
             if name.startswith(("model.", "lm_head.")):  # of another format
                 raise keys.bad(f"has {name[:80]!r}, which is no name of a GGUF tensor")
-            tensors[_TOP.get(name, name)] = _top(keys, source_tensor(keys, tensor))
+            tensors[top.get(name, name)] = _outside(keys, known, source_tensor(keys, tensor))
             continue
         block, inner = int(match[1]), match[2]
         if block >= keys.layers:
@@ -143,9 +142,9 @@ def _sparse_layers(keys: Keys) -> Mapping[int, int]:
     return {block: layer for layer, block in enumerate(blocks)}
 
 
-def _top(keys: Keys, tensor: SourceTensor) -> SourceTensor:
+def _outside(keys: Keys, known: Architecture, tensor: SourceTensor) -> SourceTensor:
     """Return a tensor outside the blocks as our families have it."""
-    if keys.name not in _CENTRED or tensor.name != "output_norm.weight":
+    if tensor.name not in known.centred:
         return tensor
     return replace(tensor, recipe=Recipe((tensor,), minus_one(keys, tensor.shape)[1]))
 

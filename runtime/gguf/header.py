@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from moeinf.runtime.checkpoints.checkpoint import MAX_HEADER_BYTES, BadCheckpoint
-from moeinf.runtime.checkpoints.ggml import TYPES
+from moeinf.runtime.checkpoints.quantised.ggml import TYPES
 
 MAGIC = b"GGUF"
 _BIG_ENDIAN = (2 << 24, 3 << 24)  # versions 2 and 3 with their bytes in the other order

@@ -47,14 +47,20 @@ class Keys:
             raise self.bad(f"has an invalid {self.name}.nextn_predict_layers or block_count")
         return count - extra
 
+    def numbers(self, key: str, below: int = 1 << 63) -> list[int]:
+        """Return a list of integers from 0 on. Raises BadCheckpoint."""
+        found = self.get(key)
+        valid = isinstance(found, list) and all(isinstance(number, int) for number in found)
+        if not valid or not all(0 <= number < below for number in found):
+            raise self.bad(f"has no valid {self.name}.{key}")
+        return [int(number) for number in found]
+
     def of_layers(self, key: str) -> list[int]:
         """Return a number for each layer, where the file has a list. Raises BadCheckpoint."""
-        found = self.get(key)
-        if not isinstance(found, list) or len(found) < self.layers:
+        found = self.numbers(key, 1 << 31)
+        if len(found) < self.layers:
             raise self.bad(f"has no valid {self.name}.{key}")
-        if any(not isinstance(number, int) or not 0 <= number < 1 << 31 for number in found):
-            raise self.bad(f"has no valid {self.name}.{key}")
-        return [int(number) for number in found[: self.layers]]
+        return found[: self.layers]
 
     @property
     def kv_heads(self) -> int:

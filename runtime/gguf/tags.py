@@ -10,10 +10,17 @@ from collections.abc import Iterable
 from moeinf.native import tile_columns
 from moeinf.offload.format.layout import ExpertForms
 from moeinf.runtime.checkpoints.checkpoint import SourceTensor
-from moeinf.runtime.checkpoints.fused_experts import MXFP4
-from moeinf.runtime.checkpoints.ggml import PREFIX, bits_of, is_ggml, keeps, keeps_rows, kept_form
 from moeinf.runtime.checkpoints.inventory import Forms, Inventory
-from moeinf.runtime.checkpoints.nvfp4 import NVFP4
+from moeinf.runtime.checkpoints.quantised.fused_experts import MXFP4
+from moeinf.runtime.checkpoints.quantised.ggml import (
+    PREFIX,
+    bits_of,
+    is_ggml,
+    keeps,
+    keeps_rows,
+    kept_form,
+)
+from moeinf.runtime.checkpoints.quantised.nvfp4 import NVFP4
 from moeinf.runtime.sizes import format_bytes
 
 _Q4_BITS = 4.5

@@ -68,6 +68,12 @@ def registry() -> Mapping[str, Entry]:
     }
 
 
+def licence_of(source: str) -> str | None:
+    """Return the licence of a manifest's source, `hub:ORG/NAME[:QUANT]`, if the registry has it."""
+    repo = source.removeprefix("hub:").partition(":")[0]
+    return next((entry.licence for entry in registry().values() if entry.repo == repo), None)
+
+
 def entry_of(name: str) -> Entry | None:
     """Return the entry of `name[:tag]`, or None. The name may be an alias or Ollama's name."""
     wanted = plain(name).partition(":")[0].lower()

@@ -31,7 +31,7 @@ from moeinf.runtime.checkpoints.checkpoint import (
     parse_object,
 )
 from moeinf.runtime.checkpoints.inventory import WantedParts, unfuse
-from moeinf.runtime.checkpoints.joining import joined
+from moeinf.runtime.checkpoints.quantised.joining import joined
 from moeinf.runtime.checkpoints.row_samples import Likeness, Read, compare, cosine_limit
 from moeinf.runtime.hub.download import Fetcher, fetch_bytes, fetch_small
 from moeinf.runtime.hub.listing import Repository

@@ -262,8 +262,8 @@ class _Partial:
         self._file = file
         self._progress = progress
         self._lock = threading.Lock()
-        self._data = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        self._data = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
         self._journal = os.open(self._journal_path, flags, 0o644)
         self._missing = self._ranges(self._kept())
 

@@ -15,13 +15,13 @@ from huggingface_hub import constants
 
 from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint, Checkpoint
 from moeinf.runtime.checkpoints.torch_bin import open_folder
+from moeinf.runtime.files.regular import read_regular
 from moeinf.runtime.gguf.checkpoint import open_gguf
 from moeinf.runtime.gguf.reader import SUFFIX
 from moeinf.runtime.hub.download import RemoteFile
 from moeinf.runtime.hub.gguf_files import quant_files
 from moeinf.runtime.hub.listing import Repository, is_plain
 from moeinf.runtime.library.sources import CONVERTED_FILES, KEPT_FILES
-from moeinf.runtime.regular_files import read_regular
 from moeinf.runtime.text.tokenizer import TOKENIZER
 
 _MOST_FILES = 10_000

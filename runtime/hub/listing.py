@@ -106,7 +106,9 @@ def look_up_all(
     except RepositoryError:
         raise
     except (HTTPError, OSError) as error:
-        raise RepositoryError(f"the hub cannot be reached for {at}: {reason(error)}") from error
+        away = RepositoryError(f"the hub cannot be reached for {at}: {reason(error)}")
+        away.hint = "the same command when there is a network, or `moeinf pull ./FOLDER`"
+        raise away from error
     return read_listing(body, name, revision, kind)
 
 

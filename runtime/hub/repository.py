@@ -40,8 +40,8 @@ from moeinf.runtime.checkpoints.checkpoint import (
     read_json,
     with_quantised,
 )
-from moeinf.runtime.checkpoints.fp8 import files_of
-from moeinf.runtime.checkpoints.joining import joined
+from moeinf.runtime.checkpoints.quantised.fp8 import files_of
+from moeinf.runtime.checkpoints.quantised.joining import joined
 from moeinf.runtime.checkpoints.remote_torch_bin import check_table, read_remote_table
 from moeinf.runtime.gguf.checkpoint import checkpoint_of
 from moeinf.runtime.gguf.header import Header
@@ -266,7 +266,7 @@ class HubSource:
         self._folder.mkdir(parents=True, exist_ok=True)
         for tensor in tensors:
             file = self._file(tensor.path.name)
-            descriptor = os.open(tensor.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            descriptor = os.open(tensor.path, os.O_RDWR | os.O_CREAT, 0o600)
             try:
                 for start in range(0, tensor.size_bytes, RANGE_BYTES):
                     stop = min(start + RANGE_BYTES, tensor.size_bytes)

@@ -110,7 +110,7 @@ def find_source(
 
     from moeinf.runtime.hub.gguf_files import source_files
     from moeinf.runtime.hub.hf_cache import cached_snapshot
-    from moeinf.runtime.hub.listing import is_offline, look_up_all
+    from moeinf.runtime.hub.listing import RepositoryError, is_offline, look_up_all
     from moeinf.runtime.hub.repository import HubSource
 
     model, quant = split_quant(model)
@@ -123,9 +123,14 @@ def find_source(
         raise UnknownSource(model)
     given = next((text for text in (name, model) if text and ":" in plain(text)), None)
     tag = None if given is None else plain(given).rpartition(":")[2]
-    if is_offline():
-        return _offline(wanted, repository, revision, quant, tag, note)
-    everything = look_up_all(repository, revision, token, "model", stop)
+    try:
+        if is_offline():
+            return _offline(wanted, repository, revision, quant, tag, note)
+        everything = look_up_all(repository, revision, token, "model", stop)
+    except RepositoryError as error:
+        if entry is not None:
+            error.hint += f", or `moeinf show {entry.name}`, which prints what is known of it here"
+        raise
     found, quant = source_files(everything, quant, tag)
     aside = downloads_of(Library(settings).folder(wanted))
     snapshot = cached_snapshot(repository, found.commit)
@@ -170,7 +175,7 @@ def _in_its_format(wanted: ModelName, checkpoint: Checkpoint) -> ModelName:
     """Return the name with the tag that keeps most of a GGUF file or an NVFP4 checkpoint."""
     from moeinf.models import family_of
     from moeinf.runtime.checkpoints.inventory import take_inventory
-    from moeinf.runtime.checkpoints.nvfp4 import DIVISOR, FACTOR
+    from moeinf.runtime.checkpoints.quantised.nvfp4 import DIVISOR, FACTOR
     from moeinf.runtime.gguf.tags import best_tag
 
     experts = list(checkpoint.experts.values())

@@ -32,8 +32,9 @@ from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.generation.report import foresight, lossy, on_device
 from moeinf.runtime.jobs.forced_routing import ForcedRouting, Request
 from moeinf.runtime.library.manifest import DENSE
-from moeinf.runtime.machine.memory import core_count, peak_rss_bytes, physical_bytes
+from moeinf.runtime.machine.memory import core_count, peak_rss_bytes
 from moeinf.runtime.placement.bandwidth import measure
+from moeinf.runtime.system import physical_bytes
 
 _CEILING_BYTES, _CEILING_ROUNDS = 256 << 20, 4  # far above any cache
 

@@ -65,7 +65,7 @@ def make(
 ) -> Manifest:
     """Repack a source; notes name what is left out or rounded. Raises as repack."""
     from moeinf.runtime.eamc.collection_file import recorded_use
-    from moeinf.runtime.library.repack import repack
+    from moeinf.runtime.library.repacking.repack import repack
 
     with bars(str(name)) as progress:
         use = recorded_use(settings, name.name) if bits_of_tag(name.tag) is not None else ()

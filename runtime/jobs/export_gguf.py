@@ -23,7 +23,6 @@ from moeinf.models import family_of
 from moeinf.native import BLOCK_ROWS, crc32c
 from moeinf.offload.format.layout import ExpertLayout, plain_form, stored_bytes
 from moeinf.offload.format.shards import FileRecord
-from moeinf.runtime.atomic_files import replaced
 from moeinf.runtime.checkpoints.checkpoint import (
     CONFIG,
     BadCheckpoint,
@@ -33,6 +32,8 @@ from moeinf.runtime.checkpoints.checkpoint import (
 )
 from moeinf.runtime.checkpoints.inventory import WantedParts
 from moeinf.runtime.engine.loader import check_small_files
+from moeinf.runtime.files.atomic import replaced
+from moeinf.runtime.files.regular import check_regular, open_regular
 from moeinf.runtime.gguf.writing.architectures import written
 from moeinf.runtime.gguf.writing.blocks import encode_rows, factors_of, kind_of
 from moeinf.runtime.gguf.writing.description import CannotExport, Change, Place, Written
@@ -45,6 +46,7 @@ from moeinf.runtime.gguf.writing.writer import (
     WrittenTensor,
     lay_out,
 )
+from moeinf.runtime.jobs.export_tables import exported_tables, write_table
 from moeinf.runtime.jobs.exported_keys import FILE_TYPES, general_keys, tokenizer_keys
 from moeinf.runtime.library.dense_views import (
     FORMS_BY_SIZE,
@@ -52,7 +54,6 @@ from moeinf.runtime.library.dense_views import (
     read_dense_header,
 )
 from moeinf.runtime.library.manifest import DENSE, DamagedModel, Manifest
-from moeinf.runtime.regular_files import check_regular, open_regular
 from moeinf.runtime.sizes import Progress, format_bytes
 
 Bytes = NDArray[np.uint8]
@@ -134,12 +135,14 @@ def export_gguf(
     matrices = [output.tensor for stored in dense for output in stored.outputs]
     matrices += experts.values()
     factors = Factors(about.architecture, matrices)
-    tensors = [*matrices, *divisors, *factors.tensors]
+    tables = exported_tables(manifest, about.tables)
+    tensors = [*matrices, *divisors, *factors.tensors, *(one.tensor for one in tables)]
     layout = lay_out(keys, tensors)
     _check_space(target, layout)
     for words in about.notes:
         note(words)
     total = sum(file.data_bytes for file in (manifest.file(DENSE), *manifest.shards()))
+    total += sum(one.table.disk_bytes for one in tables)
     done = 0
 
     def tell(size_bytes: int) -> None:
@@ -155,6 +158,9 @@ def export_gguf(
         _write_experts(file, folder, manifest, experts, factors, tell)
         _write_dense(file, manifest, dense, factors, tell)
         factors.write(file)
+        for table in tables:
+            with _reading(manifest, manifest.table_files(table.number)[0].path):
+                write_table(file, folder, manifest, table, tell)
     kinds = [tensor.kind.name for tensor in tensors]
     counted = {kind.name: kinds.count(kind.name) for kind in Kind if kind.name in kinds}
     return Exported(about.architecture, counted, layout.size_bytes)
@@ -217,6 +223,8 @@ def _stored(source: SourceTensor, form: str, shape: tuple[int, ...], about: Writ
 
 def _tensor(place: Place, form: str, architecture: str) -> WrittenTensor:
     whole = place.shape if place.whole is None else (*place.shape[:-1], place.whole)
+    if place.integers:
+        return WrittenTensor(place.name, Kind.I32, place.shape)
     exact = place.exact or (form == "NVFP4" and not applies_factor(architecture, place.name))
     return WrittenTensor(place.name, kind_of(form, whole, exact), place.shape)
 

@@ -13,8 +13,9 @@ from pathlib import Path
 
 from moeinf.offload.routing.recording_file import recording_to_bytes
 from moeinf.offload.routing.trace import Recording
-from moeinf.runtime.atomic_files import write_bytes_durably
+from moeinf.runtime.eamc.kept_recording import drop_oldest, keep
 from moeinf.runtime.engine.engine import Engine
+from moeinf.runtime.files.atomic import write_bytes_durably
 from moeinf.runtime.generation.generate import Generation
 from moeinf.runtime.generation.seq2seq import Languages, converse
 from moeinf.runtime.jobs.datasets import Item
@@ -48,19 +49,18 @@ def trace_items(
     stopped: Callable[[], bool],
     advance: Callable[[], None],
 ) -> Traced:
-    """Run every item as a request. With `out` a recording is written, also when stopped.
+    """Run every item as a request; keep the newest in the model's recording, also when stopped.
 
-    Raises BadLanguage, and OSError when the recording cannot be written. A missing folder is
+    With `out` a recording of all, with weights and hints, is written, too.
+    Raises BadLanguage, and OSError when a recording cannot be written. A missing folder is
     reported before anything runs.
     """
     eamc = engine.tracing.eamc
     if eamc is None or not engine.tracing.on:  # the home cannot be written
         raise OSError(errno.EROFS, "what requests use cannot be remembered")
-    done, recording = Traced(capacity=eamc.capacity), None
-    if out is not None:
-        recording = engine.record(name)
-        if not out.parent.is_dir():
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(out.parent))
+    if out is not None and not out.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(out.parent))
+    done, recording = Traced(capacity=eamc.capacity), engine.record(name, out is not None)
     try:
         for item in items:
             if stopped():
@@ -69,11 +69,16 @@ def trace_items(
             conversation = converse(engine, languages=languages)
             ask = conversation.complete if raw else conversation.ask
             _run(ask, item, options, max_tokens, stopped, done, recording)
+            if out is None:
+                drop_oldest(recording)
             if not done.interrupted:
                 advance()
     finally:
-        if out is not None and recording is not None and recording.passes:
-            write_bytes_durably(out, recording_to_bytes(recording))
+        if recording.passes:
+            if out is not None:
+                write_bytes_durably(out, recording_to_bytes(recording))
+            if done.requests:
+                keep(recording, eamc.recording)
     done.hit_rate = engine.store.stats.hit_rate
     done.entries = len(eamc.load())
     return done
@@ -86,7 +91,7 @@ def _run(
     max_tokens: int,
     stopped: Callable[[], bool],
     done: Traced,
-    recording: Recording | None,
+    recording: Recording,
 ) -> None:
     try:
         answer = ask(item.prompt, options, Limits(max_tokens), stopped)
@@ -100,5 +105,4 @@ def _run(
         done.requests += 1
         done.prompt_tokens += answer.prompt_tokens
         done.tokens += len(answer.tokens)
-        if recording is not None:
-            recording.labels[answer.request] = item.task
+        recording.labels[answer.request] = item.task

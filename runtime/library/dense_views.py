@@ -29,7 +29,7 @@ from moeinf.runtime.checkpoints.checkpoint import (
     read_described,
     read_json,
 )
-from moeinf.runtime.checkpoints.fused_experts import MXFP4
+from moeinf.runtime.checkpoints.quantised.fused_experts import MXFP4
 from moeinf.runtime.dense.cpu_linear import DenseMath, Rows
 from moeinf.runtime.library.manifest import DENSE, MTP, Manifest
 

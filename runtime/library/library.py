@@ -8,12 +8,13 @@ import shutil
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from moeinf.errors import Conflict, NotFound, reason
 from moeinf.offload.format.drives import check_drives, remove_folder
-from moeinf.runtime.atomic_files import sync_folder
 from moeinf.runtime.config import Settings
+from moeinf.runtime.files.atomic import sync_folder
 from moeinf.runtime.library.manifest import (
     MANIFEST,
     DamagedModel,
@@ -31,7 +32,7 @@ from moeinf.runtime.library.staging import (
     only_maker,
     taken_on_drives,
 )
-from moeinf.runtime.names import TAGS, ModelName, default_tag, is_tag, parse_name
+from moeinf.runtime.names import TAGS, ModelName, default_tag, is_tag, parse_name, plain
 
 _LAST_USED = "last_used"  # an empty file; only its modification time is used
 DEMO_CHECKPOINT = Path(__file__).parents[2] / "models" / "demo"
@@ -91,6 +92,11 @@ class Partial:
     size_bytes: int
 
 
+@lru_cache(maxsize=256)
+def _has_defaults(folder: Path, _mtime_ns: int, _size: int) -> bool:
+    return read_manifest(folder).defaults is not None
+
+
 class Library:
     """The folder $MOEINF_HOME/models."""
 
@@ -126,6 +132,8 @@ class Library:
     def find(self, text: str) -> tuple[ModelName, Path]:
         """Return the installed model `name[:tag]` and its folder. Without a tag, use the default.
 
+        A name of `moeinf create` needs no tag if it is there with one only.
+
         Raises BadName, or NoSuchModel with other tags of that name, or else the nearest names.
         """
         name = parse_name(text)
@@ -135,12 +143,23 @@ class Library:
         mixed = sorted(tag for tag in here if is_tag(tag) and tag not in TAGS)
         others = (ModelName(name.name, tag) for tag in (*TAGS, *mixed))
         tags = tuple(str(other) for other in others if self.has(other))
+        if len(tags) == 1 and ":" not in plain(text):
+            only = parse_name(tags[0])
+            if self._is_created(only):  # such a name has the tag of its base
+                return only, self.folder(only)
         if tags:
             raise NoSuchModel(str(name), [], tags)
         known = [entry.name for entry in self.installed()]
         near = difflib.get_close_matches(name.name, {entry.name for entry in known}, 3, 0.5)
         likely = sorted(known, key=lambda entry: entry.tag != default_tag(entry.name))
         raise NoSuchModel(text, [str(entry) for entry in likely if entry.name in near][:3])
+
+    def _is_created(self, name: ModelName) -> bool:
+        path = self.folder(name) / MANIFEST
+        with suppress(OSError, DamagedModel):
+            about = path.stat()
+            return _has_defaults(path.parent, about.st_mtime_ns, about.st_size)
+        return False
 
     def read(self, text: str) -> tuple[Manifest, Path]:
         """Return the manifest and the folder of a model.

@@ -18,8 +18,8 @@ from typing import Any
 from moeinf.errors import NotFound, UnusableInput, reason
 from moeinf.runtime.bounded_json import BadJson, parse_json
 from moeinf.runtime.config import OtherStores
+from moeinf.runtime.files.regular import check_regular, read_regular
 from moeinf.runtime.names import OLLAMA
-from moeinf.runtime.regular_files import check_regular, read_regular
 
 _REGISTRY, _NAMESPACE, _TAG = "registry.ollama.ai", "library", "latest"
 _MODEL_LAYER = "application/vnd.ollama.image.model"

@@ -28,10 +28,11 @@ from moeinf.offload.format.layout import (
 from moeinf.offload.format.row_table import TABLE_VERSION, RowTable, table_path
 from moeinf.offload.format.shards import Bytes, FileRecord, shard_path
 from moeinf.offload.store.budget import SlotBudget
-from moeinf.runtime.atomic_files import write_bytes_durably
 from moeinf.runtime.config import Kv
+from moeinf.runtime.files.atomic import write_bytes_durably
+from moeinf.runtime.files.regular import NotRegular, read_regular
+from moeinf.runtime.library.defaults import Defaults
 from moeinf.runtime.names import ModelName
-from moeinf.runtime.regular_files import NotRegular, read_regular
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -131,6 +132,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     base: str | None = None  # ORG/NAME@COMMIT of the tokenizer, in place of a GGUF file's own
     mtp: MtpPart | None = None
     tables: tuple[RowTable, ...] = ()
+    defaults: Defaults | None = None  # of a name that `moeinf create` made
     format: int = FORMAT_VERSION
 
     @property
@@ -268,6 +270,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         "kv_q8_bytes_per_token",
         "mtp",
         "tables",
+        "defaults",
     ):  # only where they are set: versions up to 0.1 refuse them
         if not about[name]:
             del about[name]
@@ -332,6 +335,8 @@ def _check(manifest: Manifest) -> None:
         if file.crc32c is None:
             raise ValueError(f"{file.path!r} has no checksum")
     _check_forms(manifest)
+    if manifest.defaults is not None:
+        manifest.defaults.check()
     for number, table in enumerate(manifest.tables):
         for place, found in enumerate(manifest.table_files(number)):
             if found.size_bytes != table.file_bytes(place):

@@ -6,13 +6,15 @@ functions run within the lock of the folder (processes.py).
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import msgspec
+
+from moeinf.runtime.files.atomic import write_all
+from moeinf.runtime.system import NO_WAIT, lock
 
 _MOST_BYTES = 65536
 
@@ -23,11 +25,11 @@ class Entry:
     def __init__(self, folder: Path, suffix: str, about: msgspec.Struct) -> None:
         """Create, lock and write the file. Raises OSError."""
         self.path = folder / f"{os.getpid()}-{os.urandom(4).hex()}{suffix}"
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
         self._descriptor = os.open(self.path, flags, 0o600)
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
-            os.write(self._descriptor, msgspec.json.encode(about))
+            lock(self._descriptor)
+            write_all(self._descriptor, msgspec.json.encode(about), folder)
         except BaseException:
             self.close()
             raise
@@ -43,11 +45,11 @@ def live_entries(folder: Path, suffix: str) -> Iterator[tuple[Path, bytes]]:
     """Yield the entries of live processes, not yet decoded; remove those of dead ones."""
     for path in sorted(folder.glob(f"*{suffix}")):
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+            descriptor = os.open(path, os.O_RDWR | NO_WAIT)
         except OSError:  # it was just removed, or is not a file
             continue
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(descriptor, wait=False)
             path.unlink(missing_ok=True)
             figures_path(path).unlink(missing_ok=True)
         except BlockingIOError:

@@ -7,7 +7,7 @@ it once a second if it changed, so decoding a token has no extra cost.
 from __future__ import annotations
 
 import errno
-import fcntl
+import mmap
 import os
 import select
 import signal
@@ -21,8 +21,9 @@ import msgspec
 from msgspec import Struct
 
 from moeinf.errors import Failure
+from moeinf.runtime.files.regular import read_regular
 from moeinf.runtime.library.process_entries import Entry, figures_path, live_entries, started_ticks
-from moeinf.runtime.regular_files import read_regular
+from moeinf.runtime.system import check_locks, has_locks, lock, open_process
 
 _FIGURES_EVERY_S = 1.0
 _MOST_FIGURES_BYTES = 65536
@@ -97,7 +98,7 @@ class LiveEngine:
         """Return the promised memory that the process does not hold yet, in bytes."""
         with suppress(OSError, ValueError, IndexError):
             pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
-            return max(0, self.peak_bytes - pages * os.sysconf("SC_PAGE_SIZE"))
+            return max(0, self.peak_bytes - pages * mmap.PAGESIZE)
         return self.peak_bytes
 
 
@@ -197,6 +198,8 @@ class Registry:
 
     def servers(self) -> list[LiveServer]:
         """Return every live server of this home; an empty list if run/ is not writable."""
+        if not has_locks():  # so none can register
+            return []
         try:
             with self._locked():
                 return self._servers()
@@ -208,8 +211,10 @@ class Registry:
     def engines(self) -> list[LiveEngine]:
         """Return every live engine, with those of this process.
 
-        The list is empty if run/ is not writable.
+        The list is empty if run/ is not writable, and on a system where none can register.
         """
+        if not has_locks():
+            return []
         try:
             with self._locked():
                 return self._engines()
@@ -238,7 +243,7 @@ class Registry:
             with self._locked():
                 for pid, ticks in sorted(self._processes(model)):
                     with suppress(ProcessLookupError):
-                        process = os.pidfd_open(pid)
+                        process = open_process(pid)
                         opened.callback(os.close, process)
                         if started_ticks(pid) == ticks:
                             asked.append((pid, process))
@@ -281,10 +286,11 @@ class Registry:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
+        check_locks()
         self._folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self._folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(self._folder / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            lock(descriptor)
             yield
         finally:
             os.close(descriptor)

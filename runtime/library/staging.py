@@ -16,7 +16,6 @@ The bytes of a part may change before the rerun: shard_writer.py compares them w
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import shutil
@@ -29,10 +28,16 @@ import msgspec
 from msgspec import Struct
 
 from moeinf.errors import Conflict
-from moeinf.offload.format.drives import places, remove_folder
+from moeinf.offload.format.drives import (
+    MissingDrive,
+    check_unfinished,
+    places,
+    remove_folder,
+)
 from moeinf.offload.format.shards import FileRecord
-from moeinf.runtime.atomic_files import sync_filesystem
-from moeinf.runtime.regular_files import open_regular, read_regular
+from moeinf.runtime.files.atomic import sync_filesystem, write_all
+from moeinf.runtime.files.regular import open_regular, read_regular
+from moeinf.runtime.system import check_locks, lock
 
 JOURNAL = "journal.jsonl"
 DOWNLOADS = "source"
@@ -115,23 +120,37 @@ class Workplace:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
         journal = open_regular(self.folder / JOURNAL, flags)
         try:
-            os.write(journal, text.encode())
+            write_all(journal, text.encode(), self.folder)
             os.fsync(journal)
         finally:
             os.close(journal)
         self._pending.clear()
 
     def _resume(self, making: Mapping[str, object]) -> bool:
-        """Read the journal of an earlier attempt. Return False if it is absent or different."""
+        """Read the journal of an earlier attempt. Return False if it is absent or different.
+
+        Raises MissingDrive.
+        """
         try:
             lines = read_lines(self.folder / JOURNAL)
             if not lines or lines[0].making != dict(making):
                 return False
+            check_unfinished(self.folder, self.folder.parent.name)
+            self._drop_torn_line()
             for line in lines[1:]:
                 self._take_in(line)
             return all(self._take_back(file) for file in {file for file, _ in self.parts})
+        except MissingDrive:
+            raise
         except (ValueError, OSError):
             return False  # damaged: trust none of its lines
+
+    def _drop_torn_line(self) -> None:
+        """Cut what follows the journal's last whole line, so that the next line begins one."""
+        data = read_regular(self.folder / JOURNAL)
+        whole = data.rfind(b"\n") + 1
+        if whole < len(data):
+            os.truncate(self.folder / JOURNAL, whole)
 
     def _is_of_repository(self, making: Mapping[str, object]) -> bool:
         """Return whether an earlier attempt, with other values, used the same repository."""
@@ -198,7 +217,7 @@ def read_lines(path: Path, most: int | None = None) -> list[_Line]:
     lines: list[_Line] = []
     decoder = msgspec.json.Decoder(_Line)
     with suppress(OSError, RecursionError):
-        for text in read_regular(path).splitlines()[:most]:
+        for text in read_regular(path).split(b"\n")[:-1][:most]:
             try:
                 lines.append(decoder.decode(text))
             except msgspec.ValidationError:
@@ -260,18 +279,19 @@ def only_maker(target: Path, locks: Path, *, wait: bool = False) -> Iterator[Non
 
     If another process holds it, wait with `wait`, else raise PullInProgress.
     """
+    check_locks()
     locks.mkdir(parents=True, exist_ok=True)
     path = locks / f"pull-{target.parent.name}-{target.name}.lock"
-    lock = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
     try:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            lock(descriptor, wait=wait)
         except BlockingIOError as error:
             name = f"{target.parent.name}:{target.name}"
             raise PullInProgress(f"another process is pulling {name}") from error
         yield
     finally:
-        os.close(lock)
+        os.close(descriptor)
 
 
 def discard(target: Path) -> None:

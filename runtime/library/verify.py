@@ -19,19 +19,19 @@ from moeinf.errors import Failure, problem
 from moeinf.models import family_of
 from moeinf.offload.format.drives import bare, link_of, places
 from moeinf.offload.format.shards import FileRecord, write_file
-from moeinf.runtime.atomic_files import sync_filesystem
 from moeinf.runtime.checkpoints.checkpoint import (
     BadCheckpoint,
     Checkpoint,
     SourceTensor,
 )
-from moeinf.runtime.checkpoints.fp8 import sources
 from moeinf.runtime.checkpoints.inventory import Forms, take_inventory
+from moeinf.runtime.checkpoints.quantised.fp8 import sources
+from moeinf.runtime.files.atomic import sync_filesystem
+from moeinf.runtime.files.regular import check_regular
 from moeinf.runtime.library.manifest import Manifest
-from moeinf.runtime.library.repack import in_tag
-from moeinf.runtime.library.shard_writer import all_targets, hash_file
+from moeinf.runtime.library.repacking.repack import in_tag
+from moeinf.runtime.library.repacking.shard_writer import all_targets, hash_file
 from moeinf.runtime.names import bits_of_tag
-from moeinf.runtime.regular_files import check_regular
 from moeinf.runtime.sizes import Progress
 from moeinf.runtime.text.tokenizer import TOKENIZER
 from moeinf.runtime.text.tokenizer_trial import convert

@@ -22,7 +22,9 @@ from typing import Annotated, TypeVar
 from msgspec import Meta
 
 from moeinf.native import MAX_READERS, PAGE_BYTES, SlotPool
-from moeinf.runtime.regular_files import open_regular
+from moeinf.runtime.files.atomic import write_all
+from moeinf.runtime.files.regular import open_regular
+from moeinf.runtime.system import drop_cached, read_at
 
 IN_FLIGHT = (1, 2, 4, 8, 16, 32)
 GOOD_ENOUGH = 0.95  # of the best; within it fewer threads and larger blocks are preferred
@@ -191,7 +193,7 @@ def _read_piece(file: int, piece: FileRange, place: memoryview, block_bytes: int
     got, whole = 0, -(-piece.size_bytes // PAGE_BYTES) * PAGE_BYTES
     while got < piece.size_bytes:
         end = min(whole, got + block_bytes)
-        count = os.preadv(file, [place[got:end]], piece.offset + got)
+        count = read_at(file, place[got:end], piece.offset + got)
         if count == 0:
             raise OSError(errno.ENODATA, "the file ends early", str(piece.path))
         got += count
@@ -219,11 +221,12 @@ def drop_from_cache(pieces: Sequence[FileRange]) -> bool:
     for number, path in enumerate(sorted({piece.path for piece in pieces})):
         file = open_regular(path)
         try:
-            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+            if not drop_cached(file):
+                return False
             if number < _PROBES:
                 probed += 1
                 cached += _is_cached(file, pieces[0].offset)
-                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)  # a probe may read ahead
+                drop_cached(file)  # a probe may read ahead
         finally:
             os.close(file)
     return cached <= _CACHED_SHARE * probed
@@ -254,13 +257,11 @@ def written_files(
         for number in range(count):
             path = places[number % len(places)] / f".devices-{os.getpid()}-{number}.partial"
             made.callback(path.unlink, missing_ok=True)
-            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             try:
-                data = memoryview(source.randbytes(size))
-                while data:
-                    data = data[os.write(file, data) :]
+                write_all(file, source.randbytes(size), path.parent)
                 os.fsync(file)
-                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+                drop_cached(file)
             finally:
                 os.close(file)
             pieces.append(FileRange(path, 0, size))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from moeinf.errors import reason
 from moeinf.native import (
     DRIVER_LIBRARY,
     DeviceContext,
@@ -110,6 +111,8 @@ def missing_for_kernels() -> str | None:
     """Return the reason why this installation cannot compute on a GPU that is there, or None."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed (a torch with CUDA includes it)"
+    if (fault := torch_fault()) is not None:
+        return fault
     import torch
 
     if not torch.cuda.is_available():
@@ -120,15 +123,24 @@ def missing_for_kernels() -> str | None:
     return triton_fault()
 
 
+def torch_fault() -> str | None:
+    """Return the reason why torch cannot be imported here, or None."""
+    try:
+        import torch  # noqa: F401
+    except Exception as error:  # of its libraries, files, imports
+        return f"torch cannot be imported: {reason(error).splitlines()[0]}"
+    return None
+
+
 def triton_fault() -> str | None:
     """Return the reason why Triton cannot start a kernel here, or None.
 
     The first time, Triton builds a small library with the system's C compiler and Python's
     headers.
     """
-    from triton.runtime import driver
-
     try:
+        from triton.runtime import driver
+
         driver.active.utils  # noqa: B018
     except Exception as error:  # of subprocesses, files, imports
         return f"Triton cannot start kernels: {str(error).splitlines()[0]}"

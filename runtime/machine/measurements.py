@@ -27,15 +27,15 @@ from msgspec import Meta, Struct
 
 from moeinf.offload.gpu_tier.miss_split import BytesPerSecond, Contended
 from moeinf.runtime.config import Settings
-from moeinf.runtime.machine.disk_bench import WHOLE_BLOCKS, Reading
-from moeinf.runtime.names import MACHINE_STATE
-from moeinf.runtime.state_files import (
+from moeinf.runtime.files.state import (
     Entries,
     entries_of,
     entry_of,
     read_entries,
     write_entries,
 )
+from moeinf.runtime.machine.disk_bench import WHOLE_BLOCKS, Reading
+from moeinf.runtime.names import MACHINE_STATE
 
 _VERSION = 1
 DEFAULT_READING = Reading(4, WHOLE_BLOCKS, direct=False, bytes_per_s=0.0, in_flight=4)
@@ -89,7 +89,7 @@ def drive_key(*folders: Path) -> str:
 def _drive_key(folder: Path) -> str:
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
-    file_system = os.statvfs(folder).f_fsid
+    file_system = os.statvfs(folder).f_fsid if hasattr(os, "statvfs") else 0
     return f"fs-{file_system:x}" if file_system else f"device-{folder.stat().st_dev:x}"
 
 

@@ -6,11 +6,14 @@ Linux reports exact figures. On other systems half of the physical memory is ass
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import re
-import resource
 from contextlib import suppress
 from pathlib import Path
+
+from moeinf.runtime import system
+from moeinf.runtime.system import physical_bytes
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
 _ARENAS = 2
@@ -132,7 +135,7 @@ def peak_rss_bytes() -> int:
         )
         if match:
             return int(match[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return system.peak_rss_bytes()
 
 
 def forget_peak_rss() -> None:
@@ -141,13 +144,8 @@ def forget_peak_rss() -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
-def physical_bytes() -> int:
-    """Return the machine's physical memory in bytes."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
 def rss_bytes() -> int:
     """Return this process's resident bytes."""
     with suppress(OSError, ValueError, IndexError):
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
     return peak_rss_bytes()

@@ -29,6 +29,7 @@ from moeinf.runtime.machine.measurements import (
 )
 from moeinf.runtime.machine.memory import core_count
 from moeinf.runtime.sizes import format_bytes
+from moeinf.runtime.system import Unsupported
 
 _RAM_BYTES = 256 << 20  # far above any cache
 _RAM_ROUNDS = 8
@@ -122,10 +123,13 @@ def measure(settings: Settings, folder: Path, manifest: Manifest) -> Speeds:
     try:
         here = bool(manifest.files)
         drive = drive_of(settings, folder, manifest) if here else drive_at(settings, folder)
-    except OSError as error:  # for example if the disk is full
-        return Speeds(ram_speed, math.inf, ram_how, f"not measured: {error.strerror or error}")
-    if drive is None:  # a small model: use its own shards
-        drive = _quick_drive(_some_shards(folder, manifest))
+        small = drive is None
+        if drive is None:  # a small model: use its own shards
+            drive = _quick_drive(_some_shards(folder, manifest))
+    except (OSError, Unsupported) as error:  # for example if the disk is full
+        why = getattr(error, "strerror", None) or error
+        return Speeds(ram_speed, math.inf, ram_how, f"not measured: {why}")
+    if small:
         size = sum(piece.size_bytes for piece in _some_shards(folder, manifest))
         disk_how = f"measured now: only {format_bytes(size)} of expert shards; "
         disk_how += "`moeinf devices` measures the drive"

@@ -16,8 +16,8 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from moeinf.runtime.config import Settings
+from moeinf.runtime.files.state import entry_of, read_entries, write_entries
 from moeinf.runtime.names import ModelName
-from moeinf.runtime.state_files import entry_of, read_entries, write_entries
 
 _LEAST_STEPS = 16  # fewer decoded tokens give no useful figure
 _LEAST_PROMPT = 64  # tokens; a shorter prompt says little about a long one

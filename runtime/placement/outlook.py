@@ -20,13 +20,14 @@ from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.library.processes import Registry
 from moeinf.runtime.machine.device_choice import why_unusable
 from moeinf.runtime.machine.measurements import remembered_bus
-from moeinf.runtime.machine.memory import available_bytes, core_count, physical_bytes
+from moeinf.runtime.machine.memory import available_bytes, core_count
 from moeinf.runtime.placement.bandwidth import Speeds, measure, with_products
 from moeinf.runtime.placement.bounds import prefill_seconds, seconds_per_token, without_misses
 from moeinf.runtime.placement.decode_speed import Seen, remembered_prefill, remembered_speed
 from moeinf.runtime.placement.draft_plan import place_both
 from moeinf.runtime.placement.plan import Placement
 from moeinf.runtime.sizes import MemorySize, format_bytes
+from moeinf.runtime.system import physical_bytes
 
 PROMPT_TOKENS = 1000  # the prompt whose prefill a plan shows
 _SHARES = (0.25, 0.5, 0.75, 1.0)  # of the experts, in a ladder

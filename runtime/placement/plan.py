@@ -242,6 +242,9 @@ def _context(
                 f"not {config.context}"
             )
         return config.context, None
+    asked = None if manifest.defaults is None else manifest.defaults.options.context
+    if asked is not None:
+        return min(asked, manifest.max_context), "its num_ctx"
 
     def inside(context: int, share: float = 1.0) -> bool:
         taken = config.parallel * manifest.kv_bytes(context)

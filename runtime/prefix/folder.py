@@ -10,7 +10,6 @@ leave first when the folder is full. Several processes may share the folder.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import struct
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -26,11 +25,12 @@ from torch import Tensor
 from moeinf.errors import reason
 from moeinf.native import crc32c
 from moeinf.offload.format.direct_io import BLOCK_BYTES, DirectReader
-from moeinf.runtime.atomic_files import make_folder_durably, replaced
+from moeinf.runtime.files.atomic import make_folder_durably, replaced, write_all
+from moeinf.runtime.files.regular import open_regular
 from moeinf.runtime.prefix.columns import Part
 from moeinf.runtime.prefix.tree import BLOCK, KEY_BYTES, Node, key_of
-from moeinf.runtime.regular_files import open_regular
 from moeinf.runtime.sizes import format_bytes
+from moeinf.runtime.system import drop_cached, lock
 
 _MAGIC, _VERSION = b"MOEPREFX", 1
 _START = struct.Struct("<8sIII")
@@ -87,7 +87,7 @@ class PrefixFolder:
                 continue
             if header.root == self._root:
                 found.append((key, header))
-        self.bytes_used = sum(entry.stat().st_size for entry in self._entries())
+        self.bytes_used = sum(about.st_size for about, _ in self._files())
         yield from sorted(found, key=lambda one: one[1].start)
 
     def read(self, node: Node, parts: Sequence[Part]) -> None:
@@ -125,12 +125,12 @@ class PrefixFolder:
         head = _START.pack(_MAGIC, _VERSION, len(text), crc32c(text)) + text
         make_folder_durably(self._path)
         with replaced(self._file(node.key), 0o600) as descriptor:
-            _write(descriptor, memoryview(head.ljust(_HEADER_BYTES, b"\0")))
+            write_all(descriptor, head.ljust(_HEADER_BYTES, b"\0"))
             for at in range(0, len(view), _PIECE_BYTES):
                 pause()
-                _write(descriptor, view[at : at + _PIECE_BYTES])
+                write_all(descriptor, view[at : at + _PIECE_BYTES])
                 os.fdatasync(descriptor)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            drop_cached(descriptor)
         self.bytes_used += _HEADER_BYTES + len(view)
 
     def touch(self, nodes: Collection[Node]) -> None:
@@ -142,28 +142,27 @@ class PrefixFolder:
     def make_room(self, size_bytes: int, kept: Collection[bytes]) -> list[bytes] | None:
         """Remove the oldest files until there is room for a node; return the keys of those.
 
-        kept: keys of files that stay. None: there can be no room.
+        kept: keys of files that stay. None: there can be no room, and nothing is removed.
         """
         size_bytes += _HEADER_BYTES
-        entries = [(entry.stat(), entry.name) for entry in self._entries()]
-        entries.sort(key=lambda one: one[0].st_mtime_ns, reverse=True)
-        used, removed = sum(about.st_size for about, _ in entries), []
+        entries = self._files()
+        entries.sort(key=lambda one: one[0].st_mtime_ns)
+        used, removed = sum(about.st_size for about, _ in entries), list[str]()
         drive = os.statvfs(self._existing())
         free = drive.f_bavail * drive.f_frsize - _SPARE_BYTES
-        while (
-            used + size_bytes > self._most_bytes or free < size_bytes or len(entries) >= _MOST_FILES
-        ):
-            while entries and _key(entries[-1][1]) in kept:
-                entries.pop()
-            if not entries:
+        left = len(entries)
+        others = iter([one for one in entries if _key(one[1]) not in kept])
+        while used + size_bytes > self._most_bytes or free < size_bytes or left >= _MOST_FILES:
+            if (oldest := next(others, None)) is None:
                 return None
-            about, name = entries.pop()
+            about, name = oldest
+            used, free, left = used - about.st_size, free + about.st_size, left - 1
+            removed.append(name)
+        for name in removed:
             with suppress(OSError):
                 (self._path / name).unlink()
-            used, free = used - about.st_size, free + about.st_size
-            removed.append(_key(name))
         self.bytes_used = used
-        return removed
+        return [_key(name) for name in removed]
 
     def _existing(self) -> Path:
         """Return the folder, or the first above it that exists."""
@@ -177,6 +176,14 @@ class PrefixFolder:
         with suppress(OSError), os.scandir(self._path) as entries:
             return [entry for entry in entries if _ours(entry)]
         return []
+
+    def _files(self) -> list[tuple[os.stat_result, str]]:
+        """Return the state and name of each file; another process may remove some meanwhile."""
+        found = []
+        for entry in self._entries():
+            with suppress(FileNotFoundError):
+                found.append((entry.stat(follow_symlinks=False), entry.name))
+        return found
 
     def _header(self, key: bytes) -> Header:
         """Read and check a header. Raises OSError, BadFile."""
@@ -236,15 +243,10 @@ def _remove_if_left(path: Path) -> None:
     with suppress(OSError):
         descriptor = open_regular(path, os.O_WRONLY)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(descriptor, wait=False)
             path.unlink()
         finally:
             os.close(descriptor)
-
-
-def _write(descriptor: int, view: memoryview) -> None:
-    while view:  # a write may be short
-        view = view[os.write(descriptor, view) :]
 
 
 def full_words(error: OSError, size_bytes: int) -> str:

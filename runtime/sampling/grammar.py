@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from moeinf.runtime.sampling.grammar_processes import Matching
 from moeinf.runtime.sampling.schema_limits import MOST_BYTES, check_schema
 from moeinf.runtime.sampling.schema_limits import BadFormat as BadFormat
+from moeinf.runtime.text.offered_tools import Tool, names_of
 from moeinf.runtime.text.reasoning import marks_of, parser_for, thinks
-from moeinf.runtime.text.tool_calls import Tool, format_of, names_of
+from moeinf.runtime.text.tool_calls import format_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -78,10 +79,13 @@ def json_of(form: str | dict[str, Any] | None, tools: Sequence[Tool] = ()) -> Co
     """Return a constraint to JSON: "json" for any object, a schema, or {} for any value.
 
     Return None, no constraint, for None and "". With tools the answer may also be a call, if
-    a single token begins a call. Raises BadFormat for a schema beyond the limits.
+    a single token begins a call. Raises BadFormat for another text, and for a schema beyond the
+    limits.
     """
     if form is None or form == "":
         return None
+    if isinstance(form, str) and form != "json":
+        raise BadFormat(f"format: {form[:80]!r} is invalid (expected json or a JSON schema)")
     grammar = grammar_of(_ANY_JSON if isinstance(form, str) else form)
 
     def constrain(engine: Answering, prompt: Sequence[int]) -> Constraint:
@@ -113,7 +117,8 @@ def call_of_one(tools: Sequence[Tool]) -> Constrain:
         lines = [f"start: {' | '.join(f'call_{i}' for i in range(len(tools)))}", *arguments]
         for number, name in enumerate(names_of(tools)):
             before, after = form.write(name)
-            lines.append(f"call_{number}: {_quoted(before)} arguments_{number} {_quoted(after)}")
+            end = _quoted(after) if after else ""
+            lines.append(f"call_{number}: {_quoted(before)} arguments_{number} {end}")
         return _Grammar(engine, prompt, _checked(lines))
 
     return constrain

@@ -7,13 +7,13 @@ that a grammar is compiled once.
 from __future__ import annotations
 
 import base64
-import resource
 from pathlib import Path
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from moeinf.runtime.limited_process import serve
+from moeinf.runtime.system import resource
 
 _ADDRESS_SPACE_BYTES = 2 << 30  # of the process that reads a vocabulary
 _GRAMMAR_BYTES = 128 << 20  # of a copy, in addition to the vocabulary
@@ -71,6 +71,7 @@ def _check(matcher: LLMatcher) -> None:
 
 def _limit_bytes(more: int) -> None:
     """Limit the address space of this process to `more` bytes above its current size."""
+    assert resource is not None  # `serve` has limited this process
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     allowed = pages * resource.getpagesize() + more
@@ -79,6 +80,7 @@ def _limit_bytes(more: int) -> None:
 
 def _limit_processor(more: int) -> None:
     """Limit the CPU time of this process to `more` seconds above its current use."""
+    assert resource is not None
     used = resource.getrusage(resource.RUSAGE_SELF)
     seconds = int(used.ru_utime + used.ru_stime) + more
     _, most = resource.getrlimit(resource.RLIMIT_CPU)

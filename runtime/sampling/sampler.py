@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from moeinf.runtime.regular_files import read_regular
+from moeinf.runtime.files.regular import read_regular
 from moeinf.runtime.requests import SamplingOptions as SamplingOptions
 from moeinf.runtime.sampling.recent_tokens import RecentTokens
 

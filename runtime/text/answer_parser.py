@@ -9,8 +9,9 @@ from collections.abc import Iterator, Sequence
 from operator import itemgetter
 from typing import Literal
 
+from moeinf.runtime.text.offered_tools import Call, Tool, call_of
 from moeinf.runtime.text.reasoning import HarmonyParser, overlap, parser_for
-from moeinf.runtime.text.tool_calls import Call, Format, Tool, call_of, format_of
+from moeinf.runtime.text.tool_calls import Format, format_of
 from moeinf.runtime.text.tool_values import Unfinished
 
 Said = tuple[Literal["thinking", "answer"], str] | Call

@@ -1,7 +1,8 @@
 """Separate a model's thinking from its answer while the text streams.
 
-Four formats are known: `<think>…</think>` (Qwen3, DeepSeek-R1, GLM-4.5), `<|channel>thought …
-<channel|>` (Gemma 4), turns (Solar-Open) and harmony (gpt-oss). The messages of harmony are
+Five formats are known: `<think>…</think>` (Qwen3, DeepSeek-R1, GLM-4.5), `[THINK]…[/THINK]`
+(Mistral), `<|channel>thought … <channel|>` (Gemma 4), turns (Solar-Open) and harmony (gpt-oss). The
+messages of harmony are
 
     <|channel|>NAME<|message|>TEXT<|end|>      NAME: analysis (thinking), commentary, final
     <|channel|>commentary to=functions.TOOL <|constrain|>json<|message|>ARGUMENTS<|call|>
@@ -18,6 +19,7 @@ from typing import Literal, Protocol
 
 Kind = Literal["thinking", "answer", "call"]
 OPEN, CLOSE = "<think>", "</think>"
+_BRACKETS = "[THINK]", "[/THINK]"
 _OPEN_CHANNEL, _CLOSE_CHANNEL = "<|channel>", "<channel|>"
 _CHANNEL, _MESSAGE = "<|channel|>", "<|message|>"
 _TURNS: dict[str, Kind] = {"<|think|>": "thinking", "<|content|>": "answer"}
@@ -108,21 +110,24 @@ class _Marked(ABC):
 
 
 class ThinkParser(_Marked):
-    """The parser of one `<think>…</think>` before the answer.
+    """The parser of one `<think>…</think>`, or of other marks, before the answer.
 
     inside: the prompt has already opened it. trims: drop line ends before thinking and answer.
     GLM-4.5 writes one before `<think>`, and one after a `</think>` of its prompt.
     """
 
-    def __init__(self, inside: bool = False, trims: bool = False) -> None:
+    def __init__(
+        self, inside: bool = False, trims: bool = False, marks: tuple[str, str] = (OPEN, CLOSE)
+    ) -> None:
         super().__init__("thinking" if inside else "answer")
+        self._open, self._close = marks
         self._fresh = inside or trims
         self._done = False
 
     def _marks(self) -> tuple[str, ...]:
         if self._done:
             return ()
-        return (CLOSE,) if self._kind == "thinking" else (OPEN,)
+        return (self._close,) if self._kind == "thinking" else (self._open,)
 
     def _give(self, text: str) -> Iterator[tuple[Kind, str]]:
         for piece in super()._give(text):
@@ -131,11 +136,11 @@ class ThinkParser(_Marked):
             yield piece
 
     def _is_mark(self, mark: str, before: str) -> bool:
-        return mark != OPEN or not before.strip()
+        return mark != self._open or not before.strip()
 
     def _met(self, mark: str, before: str) -> Iterator[tuple[Kind, str]]:
-        self._done = mark == CLOSE
-        self._become("thinking" if mark == OPEN else "answer")
+        self._done = mark == self._close
+        self._become("thinking" if mark == self._open else "answer")
         return iter(())
 
 
@@ -246,6 +251,11 @@ def has_channels(template: str | None) -> bool:
     return template is not None and _OPEN_CHANNEL in template and _CLOSE_CHANNEL in template
 
 
+def has_brackets(template: str | None) -> bool:
+    """Return True if a chat template writes thinking in Mistral's marks, which are tokens."""
+    return template is not None and all(mark in template for mark in _BRACKETS)
+
+
 def has_turns(template: str | None) -> bool:
     """Return True if a chat template writes turns, whose special tokens must be decoded."""
     return template is not None and all(mark in template for mark in _TURNS)
@@ -253,7 +263,9 @@ def has_turns(template: str | None) -> bool:
 
 def marks_of(template: str | None) -> tuple[str, str]:
     """Return the tokens that begin and end thinking in the answer of a template without harmony."""
-    return (_OPEN_CHANNEL, _CLOSE_CHANNEL) if has_channels(template) else (OPEN, CLOSE)
+    if has_channels(template):
+        return _OPEN_CHANNEL, _CLOSE_CHANNEL
+    return _BRACKETS if has_brackets(template) else (OPEN, CLOSE)
 
 
 def thinks(template: str | None) -> bool:
@@ -261,6 +273,7 @@ def thinks(template: str | None) -> bool:
     return template is not None and (
         is_harmony(template)
         or has_turns(template)
+        or has_brackets(template)
         or any(word in template for word in (OPEN, CLOSE, "enable_thinking"))
     )
 
@@ -285,8 +298,9 @@ def parser_for(template: str | None, prompt: str) -> Parser:
         return ChannelParser()
     if has_turns(template):
         return TurnsParser()
-    opened = prompt.rstrip().endswith(OPEN)
-    return ThinkParser(inside=opened, trims=thinks(template))
+    marks = marks_of(template)
+    opened = prompt.rstrip().endswith(marks[0])
+    return ThinkParser(inside=opened, trims=thinks(template), marks=marks)
 
 
 def overlap(text: str, mark: str) -> int:

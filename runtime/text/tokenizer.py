@@ -21,9 +21,9 @@ from tokenizers import Tokenizer as _Tokenizer
 
 from moeinf.errors import UnusableInput
 from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint, read_json
-from moeinf.runtime.regular_files import read_regular
+from moeinf.runtime.files.regular import read_regular
 from moeinf.runtime.requests import MAX_TEXT_BYTES, PromptTooLong
-from moeinf.runtime.text.reasoning import has_channels, has_turns, is_harmony
+from moeinf.runtime.text.reasoning import has_brackets, has_channels, has_turns, is_harmony
 from moeinf.runtime.text.special_spans import SpecialSpans
 from moeinf.runtime.text.tool_calls import format_of
 
@@ -75,10 +75,10 @@ def _border(what: str) -> Iterator[None]:
 class Tokenizer:
     """The tokenizer of a model folder: tokenizer.json and tokenizer_config.json.
 
-    The constructor raises BadCheckpoint.
+    template: in place of the model's chat template. The constructor raises BadCheckpoint.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, template: str | None = None) -> None:
         path = folder / TOKENIZER
         if not path.is_file():
             raise BadCheckpoint(
@@ -86,7 +86,7 @@ class Tokenizer:
                 "vocabulary is not converted"
             )
         about = _about(folder)
-        self.chat_template = chat_template(folder, about)
+        self.chat_template = chat_template(folder, about) if template is None else template
         self.bos = _content(about.get("bos_token"))
         self.eos = _content(about.get("eos_token"))
         self._legacy = about.get("legacy_behaviour") is True
@@ -97,7 +97,8 @@ class Tokenizer:
             raise BadCheckpoint(f"{path} cannot be read: {error}") from None
         form = format_of(self.chat_template)
         marks_calls = form is not None and any(t in form.open for t in self._special)
-        shown = any(f(self.chat_template) for f in (is_harmony, has_channels, has_turns))
+        kinds = is_harmony, has_brackets, has_channels, has_turns
+        shown = any(kind(self.chat_template) for kind in kinds)
         self._shows_special = shown or marks_calls
 
     def _load(self, path: Path) -> None:
@@ -366,6 +367,12 @@ def chat_template(folder: Path, about: dict[str, Any] | None = None) -> str | No
         )
         template = next(named, None)
     return template if isinstance(template, str) else None
+
+
+def marks_of(folder: Path) -> dict[str, str]:
+    """Return the special tokens that chat templates name, without the tokenizer."""
+    about = _about(folder)
+    return {name: _content(about.get(name)) or "" for name in ("bos_token", "eos_token")}
 
 
 def end_tokens(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:

@@ -1,20 +1,19 @@
 """Parse the tool calls that models write, in the format that their chat template teaches.
 
-Only a complete call of an offered tool is a call. So a client never receives a call of a function
-that it did not name.
-
-    <tool_call>{"name": …, "arguments": {…}}</tool_call>          Hermes, Qwen2.5, Qwen3, Granite 4
-    <tool_call><function=NAME><parameter=P>V</parameter></function></tool_call>
-                                                                    Qwen3-Coder, 3.5, Nemotron-3
-    <tool_call>NAME<arg_key>P</arg_key><arg_value>V</arg_value></tool_call>                 GLM-4.5
-    <|tool_call|>[{…}]   and   [TOOL_CALLS][{…}]                             Granite 3.1, Mistral
-    <|tool_call>call:NAME{P:V,P:<|"|>TEXT<|"|>}<tool_call|>                            Gemma 4
-    <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>…<｜tool▁sep｜>…<｜tool▁calls▁end｜>         DeepSeek
-    <|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0…                     Kimi-K2
-    <minimax:tool_call><invoke name="NAME"><parameter name="P">V</parameter>…         MiniMax-M2
-    <|tool_call_start|>[NAME(P=V)]<|tool_call_end|>                                       LFM2
-    <|tool_call:begin|>ID<|tool_call:name|>NAME<|tool_call:args|>{…}<|tool_call:end|>  Solar-Open
-    <｜DSML｜function_calls><｜DSML｜invoke name="NAME">…</｜DSML｜invoke>…         DeepSeek-V3.2
+<tool_call>{"name": …, "arguments": {…}}</tool_call>          Hermes, Qwen2.5, Qwen3, Granite 4
+<tool_call><function=NAME><parameter=P>V</parameter></function></tool_call>
+Qwen3-Coder, 3.5, Nemotron-3
+<tool_call>NAME<arg_key>P</arg_key><arg_value>V</arg_value></tool_call>                 GLM-4.5
+<|tool_call|>[{…}]   and   [TOOL_CALLS][{…}]                           Granite 3.1, Mixtral
+[TOOL_CALLS]NAME[ARGS]{…}                                    Mistral Small 4, Ministral 3
+<|tool_call>call:NAME{P:V,P:<|"|>TEXT<|"|>}<tool_call|>                            Gemma 4
+<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>…<｜tool▁sep｜>…<｜tool▁calls▁end｜>         DeepSeek
+<|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0…                     Kimi-K2
+<minimax:tool_call><invoke name="NAME"><parameter name="P">V</parameter>…         MiniMax-M2
+<|tool_call_start|>[NAME(P=V)]<|tool_call_end|>                                       LFM2
+<|tool_call:begin|>ID<|tool_call:name|>NAME<|tool_call:args|>{…}<|tool_call:end|>  Solar-Open
+<｜DSML｜function_calls><｜DSML｜invoke name="NAME">…</｜DSML｜invoke>…         DeepSeek-V3.2
+<｜DSML｜tool_calls><｜DSML｜invoke name="NAME">…</｜DSML｜invoke>…               DeepSeek-V4
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from moeinf.runtime.text.offered_tools import Call, Tool, all_or_none, call_of, checked, offered
 from moeinf.runtime.text.reasoning import is_harmony
 from moeinf.runtime.text.tool_values import (
     Unfinished,
@@ -33,19 +33,6 @@ from moeinf.runtime.text.tool_values import (
     load_json,
     load_value,
 )
-
-Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "description", "parameters"}}
-
-
-@dataclass(frozen=True)
-class Call:
-    """A tool's name and its arguments as JSON values, which can be written as JSON again."""
-
-    name: str
-    arguments: dict[str, Any]
-
-    def text(self) -> str:
-        return json.dumps(self.arguments, ensure_ascii=False)
 
 
 @dataclass(frozen=True)
@@ -93,16 +80,6 @@ def format_of(template: str | None) -> Format | None:
     )
 
 
-def names_of(tools: Sequence[Tool]) -> list[str]:
-    """Return the names of functions; tools of other kinds are skipped."""
-    return [str(function["name"]) for tool in tools if (function := _function(tool)).get("name")]
-
-
-def call_of(name: str, arguments: str, tools: Sequence[Tool]) -> Call | None:
-    """Return the call, or None if its arguments are invalid or the tool was not offered."""
-    return _checked({"name": name, "arguments": arguments}, tools)
-
-
 def _tagged(body: str, tools: Sequence[Tool]) -> list[Call]:
     """Parse the text between <tool_call> and </tool_call>, in one of three formats."""
     body = body.strip()
@@ -115,7 +92,9 @@ def _tagged(body: str, tools: Sequence[Tool]) -> list[Call]:
 
 def _json(body: str, tools: Sequence[Tool]) -> list[Call]:
     found = _loaded(load_json, body)
-    return _all([_checked(one, tools) for one in (found if isinstance(found, list) else [found])])
+    return all_or_none(
+        [checked(one, tools) for one in (found if isinstance(found, list) else [found])]
+    )
 
 
 def _loaded(load: Callable[[str], Any], text: str) -> Any:
@@ -128,6 +107,7 @@ def _loaded(load: Callable[[str], Any], text: str) -> Any:
         return None
 
 
+_DECODER = json.JSONDecoder()
 _FUNCTION = re.compile(r"<function=([^>\n]+)>(.*)</function>", re.DOTALL)
 _NEXT = re.compile(r"(</parameter>|<function=[^<>\n]+>)\s*</function>\s*(?=<function=([^<>\n]+)>)")
 _PARAMETER = re.compile(
@@ -146,7 +126,7 @@ def _parameters(body: str, tools: Sequence[Tool]) -> list[Call]:
         if found is None:
             raise Unfinished("</function> is missing")
         calls += _typed(found[1], found[2], _PARAMETER, tools) or [None]
-    return _all(calls)
+    return all_or_none(calls)
 
 
 def _functions(body: str, tools: Sequence[Tool]) -> Iterator[str]:
@@ -154,7 +134,7 @@ def _functions(body: str, tools: Sequence[Tool]) -> Iterator[str]:
     begin = 0
     for found in _NEXT.finditer(body):
         bare = not found[1].startswith("</")  # without parameters the next mark follows at once
-        if (found.start() == begin or not bare) and _offered(found[2].strip(), tools) is not None:
+        if (found.start() == begin or not bare) and offered(found[2].strip(), tools) is not None:
             yield body[begin : found.end()].rstrip()
             begin = found.end()
     yield body[begin:]
@@ -181,7 +161,7 @@ def _typed(name: str, text: str, pair: re.Pattern[str], tools: Sequence[Tool]) -
 
 
 def _of_types(name: str, pairs: Sequence[tuple[str, str]], tools: Sequence[Tool]) -> list[Call]:
-    tool = _offered(name.strip(), tools)
+    tool = offered(name.strip(), tools)
     if tool is None:
         return []
     parameters = tool.get("parameters")
@@ -191,6 +171,33 @@ def _of_types(name: str, pairs: Sequence[tuple[str, str]], tools: Sequence[Tool]
         schema = schemas.get(key.strip()) if isinstance(schemas, Mapping) else None
         arguments[key.strip()] = load_value(value, schema, parameters)
     return [Call(name.strip(), arguments)]
+
+
+_NAME = re.compile(r"\s*([^\[\]{}\n]+?)(?:\[CALL_ID\]\w+)?\[ARGS\]\s*")
+_AGAIN = re.compile(r"\s*(?:\[TOOL_CALLS\](?!\Z)|\Z)")
+
+
+def _named(body: str, tools: Sequence[Tool]) -> list[Call]:
+    """Parse Mistral's newer calls: a name and JSON, each behind a mark of its own."""
+    found: list[Call | None] = []
+    at = 0
+    while at < len(body):
+        name = _NAME.match(body, at)
+        end = _json_end(body, name.end()) if name is not None else None
+        after = _AGAIN.match(body, end) if end is not None else None
+        if name is None or after is None:
+            return []
+        found.append(call_of(name[1], body[name.end() : end], tools))
+        at = after.end()
+    return all_or_none(found)
+
+
+def _json_end(text: str, at: int) -> int | None:
+    """Return the end of the JSON value at a place, or None if it is invalid."""
+    try:
+        return _DECODER.raw_decode(text, at)[1]
+    except (ValueError, RecursionError):
+        return None
 
 
 _SEP, _CALL_BEGIN, _CALL_END = "<｜tool▁sep｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
@@ -205,7 +212,7 @@ def _deepseek(body: str, tools: Sequence[Tool]) -> list[Call]:
             before, _, after = after.partition("\n")
             after = after.strip().removeprefix("```json").removesuffix("```")
         found.append(call_of(before.strip(), after, tools))
-    return _all(found)
+    return all_or_none(found)
 
 
 _KIMI_CALL, _KIMI_END = "<|tool_call_begin|>", "<|tool_call_end|>"
@@ -221,7 +228,7 @@ def _kimi(body: str, tools: Sequence[Tool]) -> list[Call]:
         name = _KIMI_NAME.fullmatch(before.strip())
         arguments = after.rpartition(_KIMI_END)[0] if _KIMI_END in after else after
         found.append(None if name is None else call_of(name[1], arguments, tools))
-    return _all(found)
+    return all_or_none(found)
 
 
 _INVOKE, _NAMED = '<invoke name="', '<parameter name="'
@@ -245,7 +252,7 @@ def _invoked(body: str, tools: Sequence[Tool]) -> list[Call]:
         if space.strip() or len(known) < len(pairs):
             return []
         calls += _of_types(name, known, tools) or [None]
-    return _all(calls)
+    return all_or_none(calls)
 
 
 def _pair(text: str) -> tuple[str, str] | None:
@@ -258,7 +265,7 @@ def _pair(text: str) -> tuple[str, str] | None:
 
 def _python(body: str, tools: Sequence[Tool]) -> list[Call]:
     found = _loaded(load_calls, body) or ()
-    return _all([_checked({"name": n, "arguments": a}, tools) for n, a in found])
+    return all_or_none([checked({"name": n, "arguments": a}, tools) for n, a in found])
 
 
 def _bare_keys(body: str, tools: Sequence[Tool]) -> list[Call]:
@@ -267,7 +274,7 @@ def _bare_keys(body: str, tools: Sequence[Tool]) -> list[Call]:
     quoted = rest.lstrip().startswith('"')
     arguments = mark + rest if quoted else _loaded(json_of_bare_keys, mark + rest)
     found = _loaded(load_json, arguments or "")
-    return _all([_checked({"name": name.strip(), "arguments": found}, tools)])
+    return all_or_none([checked({"name": name.strip(), "arguments": found}, tools)])
 
 
 _SOLAR_NAME, _SOLAR_ARGUMENTS = "<|tool_call:name|>", "<|tool_call:args|>"
@@ -278,7 +285,7 @@ def _solar(body: str, tools: Sequence[Tool]) -> list[Call]:
     """Parse one call of Solar-Open: an id, a name, and JSON. Raises Unfinished."""
     name, _, arguments = body.partition(_SOLAR_NAME)[2].partition(_SOLAR_ARGUMENTS)
     found = _loaded(load_json, arguments)
-    return _all([_checked({"name": name.strip(), "arguments": found}, tools)])
+    return all_or_none([checked({"name": name.strip(), "arguments": found}, tools)])
 
 
 _DSML_INVOKE = re.compile(
@@ -293,7 +300,7 @@ _DSML_PARAMETER = re.compile(
 
 
 def _dsml(body: str, tools: Sequence[Tool]) -> list[Call]:
-    """Parse DeepSeek-V3.2's calls: each parameter says if it is a string, else it is JSON."""
+    """Parse DeepSeek-V3.2's and V4's calls: a parameter says if it is a string, else it is JSON."""
     if not body.rstrip().endswith("</｜DSML｜invoke>"):
         raise Unfinished("</｜DSML｜invoke> is missing")
     if _DSML_INVOKE.sub("", body).strip():
@@ -307,37 +314,8 @@ def _dsml(body: str, tools: Sequence[Tool]) -> list[Call]:
             key: value if kind == "true" else load_value(value, None, None)
             for key, kind, value in found
         }
-        calls.append(_checked({"name": name, "arguments": arguments}, tools))
-    return _all(calls)
-
-
-def _checked(said: Any, tools: Sequence[Tool]) -> Call | None:
-    if not isinstance(said, dict):
-        return None
-    name, arguments = said.get("name"), said.get("arguments", said.get("parameters", {}))
-    if isinstance(arguments, str):
-        try:
-            arguments = load_json(arguments.strip() or "{}")
-        except ValueError:
-            return None
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        return None
-    return Call(name, arguments) if _offered(name, tools) is not None else None
-
-
-def _all(found: Sequence[Call | None]) -> list[Call]:
-    """Return all calls, or [] if one is invalid: a part of them may not be what the model meant."""
-    calls = [call for call in found if call is not None]
-    return calls if len(calls) == len(found) else []
-
-
-def _offered(name: str, tools: Sequence[Tool]) -> Mapping[str, Any] | None:
-    return next((f for tool in tools if (f := _function(tool)).get("name") == name), None)
-
-
-def _function(tool: Tool) -> Mapping[str, Any]:
-    found = tool.get("function", tool)
-    return found if isinstance(found, Mapping) else {}
+        calls.append(checked({"name": name, "arguments": arguments}, tools))
+    return all_or_none(calls)
 
 
 def _object(name: str) -> tuple[str, str]:
@@ -361,9 +339,19 @@ def _gemma_between(name: str) -> tuple[str, str]:
     return f"<|tool_call>call:{name}", "<tool_call|>"
 
 
+def _named_between(name: str) -> tuple[str, str]:
+    return f"[TOOL_CALLS]{name}[ARGS]", ""
+
+
 def _solar_between(name: str) -> tuple[str, str]:
     before = f"<|tool_call:begin|>{_SOLAR_ID}{_SOLAR_NAME}{name}{_SOLAR_ARGUMENTS}"
     return before, "<|tool_call:end|>"
+
+
+def _dsml_format(element: str) -> Format:
+    """Return a format of DeepSeek, whose templates join its marks from pieces."""
+    marks = f"<｜DSML｜{element}>", f"</｜DSML｜{element}>"
+    return Format(*marks, _dsml, words=("｜DSML｜", f"{element}>"))
 
 
 _LFM2 = Format("<|tool_call_start|>", "<|tool_call_end|>", _python)
@@ -385,12 +373,17 @@ FORMATS = (
     Format("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", _kimi, _kimi_between),
     _LFM2,
     replace(_LFM2, words=("<|tool_list_start|>",)),  # a template without earlier calls
-    Format(
-        "<｜DSML｜function_calls>",
-        "</｜DSML｜function_calls>",
-        _dsml,
-        words=("｜DSML｜", "function_calls>"),
-    ),
+    _dsml_format("function_calls"),
+    _dsml_format("tool_calls"),
     Format("<|tool_call|>", "", _json, _between("<|tool_call|>[", "]")),
+    Format(
+        "[TOOL_CALLS]",
+        "",
+        _named,
+        _named_between,
+        unless=("[CALL_ID]",),
+        id_length=9,
+        words=("[TOOL_CALLS]", "[ARGS]"),
+    ),
     Format("[TOOL_CALLS]", "", _json, _between("[TOOL_CALLS][", "]"), id_length=9),
 )

@@ -344,7 +344,7 @@ def test_table() -> None:
     known = {name.removesuffix("_text"): f.model_type for name, f in FAMILIES.items()}
     assert known == {name: others.get(name, name) for name in known}
     tested = {tiny.family for tiny in TINY.values()} | {pair.family for pair in PAIRS.values()}
-    assert tested == {f.model_type for f in FAMILIES.values()}
+    assert tested == known.keys() - {"mistral3"}  # the name of mistral4 with vision
 
 
 def test_fields_bounds() -> None:

@@ -14,12 +14,12 @@ from torch import Tensor
 from moeinf.models import FAMILIES, ModelDataError
 from moeinf.models.base import ExpertPart, MoeShape
 from tests.fakes import DictParts
-from tests.tiny import TINY, tiny_config
+from tests.tiny import TINY, published_config
 
 
 def config_of(name: str, **changes: Any) -> tuple[Any, Any]:
     family = FAMILIES[TINY[name].family]
-    return family, family.parse({**tiny_config(name).to_dict(), **changes})
+    return family, family.parse({**published_config(name), **changes})
 
 
 def test_mixtral_roles() -> None:

@@ -17,13 +17,16 @@ from tests.tiny import tiny_config
 
 _DATA = Path(__file__).parents[1] / "data"
 _CONFIGS: dict[str, dict[str, Any]] = json.loads((_DATA / "configs.json").read_text("utf-8"))
-MIMO, DEEPSEEK_V4 = (
-    _CONFIGS[repo] for repo in ("XiaomiMiMo/MiMo-V2-Flash", "deepseek-ai/DeepSeek-V4-Flash")
+MIMO, DEEPSEEK_V4, KIMI, GLM, QWEN = (
+    _CONFIGS[repo]
+    for repo in (
+        "XiaomiMiMo/MiMo-V2-Flash",
+        "deepseek-ai/DeepSeek-V4-Flash",
+        "moonshotai/Kimi-Linear-48B-A3B-Instruct",
+        "zai-org/GLM-5.3-Flash",
+        "Qwen/Qwen3.8-Flash-Next",
+    )
 )
-KIMI: dict[str, Any] = {
-    **json.loads((_DATA / "sizes.json").read_text("utf-8"))["kimi-linear-48b-a3b"],
-    "model_max_length": 1048576,
-}
 
 
 def as_transformers(published: dict[str, Any], config_class: str) -> dict[str, Any]:
@@ -43,6 +46,36 @@ def test_published_keys(published: dict[str, Any], config_class: str) -> None:
     lists = ("layer_types", "mlp_layer_types", "rope_parameters")
     bare = {key: value for key, value in theirs.items() if key not in lists}
     assert family.parse(bare) == family.parse(published)
+
+
+@pytest.mark.parametrize(
+    ("published", "config_class"),
+    [(GLM, "Glm5NextTextConfig"), (QWEN, "Qwen4ExpTextConfig")],
+    ids=["glm", "qwen"],
+)
+def test_published_text_parts(published: dict[str, Any], config_class: str) -> None:
+    """Words that transformers renames at reading, such as deepseek_sparse_attention, are known."""
+    family, text = family_of(published), published["text_config"]
+    theirs = as_transformers(text, config_class)
+    assert {"indexed_attention", "linear_attention"} == set(theirs["layer_types"])
+    assert family.parse({**text, "tie_word_embeddings": False}) == family.parse(theirs)
+
+
+def test_glm_5_3_flash() -> None:
+    config = family_of(GLM).parse(GLM)
+    assert config.full == tuple(range(3, 45, 4)) == config.indexed
+    assert (config.indexer.pool, config.indexer.top, config.indexer.heads) == (4, 2048, 32)
+    assert (config.moe.experts, config.moe.top_k, config.moe.layers) == (288, 8, 42)
+    assert (config.forgetting.bound, config.hyper.streams) == (-5.0, 4)
+
+
+def test_qwen_3_8_flash_next() -> None:
+    config = family_of(QWEN).parse(QWEN)
+    assert (config.full, config.ngram_layers) == (tuple(range(3, 48, 4)), (1,))
+    assert (config.moe.experts, config.moe.top_k, config.output_gate) == (512, 10, "sigmoid")
+    assert config.ngrams is not None
+    assert (config.ngrams.ngrams.size, config.ngrams.ngrams.all_heads) == (3, 16)
+    assert (config.index.top * config.index.block, config.streams.rank) == (2048, 320)
 
 
 def test_deepseek_v4_flash() -> None:

@@ -11,7 +11,7 @@ from moeinf.runtime.config import Settings
 from moeinf.runtime.hub.resolve import find_source
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.manifest import Manifest
-from moeinf.runtime.library.repack import repack
+from moeinf.runtime.library.repacking.repack import repack
 from scripts.make_checkpoint import config, make_checkpoint
 from tests.hub_server import Hub, serve
 

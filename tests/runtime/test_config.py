@@ -23,7 +23,7 @@ def test_several_homes() -> None:
     assert settings.more_homes == (Path("/b/c"), Path("/d"))
     assert settings.homes == "/a:/b/c:/d"
     assert read_environment({"MOEINF_HOME": "/a"}).more_homes == ()
-    for text in (":", "/a:/b:/a"):
+    for text in (":", "/a:/b:/a", "/a:~no-such-user/b"):
         with pytest.raises(InvalidValue, match="MOEINF_HOME"):
             read_environment({"MOEINF_HOME": text})
 

@@ -162,6 +162,6 @@ def test_a_child_that_does_not_read_is_killed_in_time(monkeypatch: pytest.Monkey
 def test_the_time_of_a_long_request_begins_when_it_is_sent(child: LimitedProcess) -> None:
     """The parent may do other work while the pipe is full."""
     child.ask({"do": "said"}, 20)
-    child.start({"do": "said", "text": "x" * (4 << 20)}, 0.5)
-    time.sleep(1.0)
+    child.start({"do": "said", "text": "x" * (4 << 20)}, 2)
+    time.sleep(2.2)
     assert child.result() == [7]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from moeinf.runtime.config import Settings
-from moeinf.runtime.regular_files import NotRegular
+from moeinf.runtime.files.regular import NotRegular
 from moeinf.runtime.server_log import keep_small, last_lines, open_log
 
 

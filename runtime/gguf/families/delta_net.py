@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from moeinf.runtime.gguf.families.usual import body, qwen_experts
 from moeinf.runtime.gguf.keys import Keys
 from moeinf.runtime.gguf.made import Change, Made
 
@@ -101,7 +103,8 @@ def _plain_rates(_keys: Keys, sides: _Sides) -> tuple[_Sides, _Make]:
     return sides, lambda values: (-values).log()
 
 
-def _plain_kernel(_keys: Keys, sides: _Sides) -> tuple[_Sides, _Make]:
+def plain_kernel(_keys: Keys, sides: _Sides) -> tuple[_Sides, _Make]:
+    """Restore the middle side of a convolution's kernel [channels, 1, kernel]."""
     shape = sides[0], 1, sides[-1]
     return shape, lambda values: values.view(shape)
 
@@ -109,6 +112,26 @@ def _plain_kernel(_keys: Keys, sides: _Sides) -> tuple[_Sides, _Make]:
 def minus_one(_keys: Keys, sides: _Sides) -> tuple[_Sides, _Make]:
     """Restore a norm that is stored plus 1."""
     return sides, partial(torch.add, other=-1.0)
+
+
+def qwen35_config(keys: Keys, model_type: str = "qwen3_5_moe_text") -> dict[str, Any]:
+    """Return config.json of Qwen3.5, or of a model with its layers."""
+    heads = keys.count("ssm.time_step_rank")
+    kinds = {True: "linear_attention", False: "full_attention"}
+    return (
+        body(keys, model_type)
+        | qwen_experts(keys)
+        | {
+            "attention_bias": keys.side("attn_q.bias", 0) is not None,
+            "rope_parameters": keys.partial_rope(),
+            "linear_num_key_heads": keys.get("ssm.group_count"),
+            "linear_num_value_heads": heads,
+            "linear_key_head_dim": keys.get("ssm.state_size"),
+            "linear_value_head_dim": keys.count("ssm.inner_size") // heads,
+            "linear_conv_kernel_dim": keys.get("ssm.conv_kernel"),
+            "layer_types": [kinds[keys.has_tensor("ssm_a", b)] for b in range(keys.layers)],
+        }
+    )
 
 
 DELTA_NAMES = {
@@ -149,6 +172,6 @@ NEXT_MADE = {
         ("attn_qkv.weight", "attn_gate.weight"), _inputs, moves_rows=True
     ),
     "linear_attn.A_log": Made(("ssm_a",), _plain_rates),
-    "linear_attn.conv1d.weight": Made(("ssm_conv1d.weight",), _plain_kernel),
+    "linear_attn.conv1d.weight": Made(("ssm_conv1d.weight",), plain_kernel),
     **_NORMS,
 }

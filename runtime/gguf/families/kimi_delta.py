@@ -14,8 +14,14 @@ _Sides = tuple[int, ...]
 _Make = Callable[[Tensor], Tensor]
 
 
-def _rates(keys: Keys, sides: _Sides) -> tuple[_Sides, _Make]:
+def _rates(keys: Keys, _sides: _Sides) -> tuple[_Sides, _Make]:
     shape = 1, 1, keys.count("attention.head_count"), 1
+    return shape, lambda values: (-values).log().view(shape)
+
+
+def flat_rates(keys: Keys, _sides: _Sides) -> tuple[_Sides, _Make]:
+    """Restore the decay rates of GLM-5.3-Flash: one number for each head."""
+    shape = (keys.count("attention.head_count"),)
     return shape, lambda values: (-values).log().view(shape)
 
 

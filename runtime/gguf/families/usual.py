@@ -90,9 +90,9 @@ def sigmoid_experts(keys: Keys) -> dict[str, Any]:
     }
 
 
-def latent_sizes(keys: Keys) -> dict[str, Any]:
-    """Return the sizes of latent attention."""
-    turned = keys.count("rope.dimension_count")
+def latent_sizes(keys: Keys, rotates: bool = True) -> dict[str, Any]:
+    """Return the sizes of latent attention, of which a part rotates."""
+    turned = keys.count("rope.dimension_count") if rotates else 0
     return {
         "num_key_value_heads": keys.get("attention.head_count"),
         "head_dim": None,

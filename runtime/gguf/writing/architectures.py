@@ -40,6 +40,7 @@ from moeinf.runtime.gguf.writing.latent import (
 )
 from moeinf.runtime.gguf.writing.recombined import ernie, hunyuan, laguna, minimax
 from moeinf.runtime.gguf.writing.sigmoid import dots1, exaone, glm4
+from moeinf.runtime.gguf.writing.streams import deepseek_v4, glm5_next, qwen4
 from moeinf.runtime.gguf.writing.windowed import gemma4, mimo
 
 _PHIMOE = (
@@ -221,12 +222,14 @@ _FAMILIES: dict[str, Callable[[Any], Written]] = {
     "deepseek_v2": deepseek_v2,
     "deepseek_v3": partial(deepseek_v3, "deepseek_v3"),
     "deepseek_v32": v32,
+    "deepseek_v4": deepseek_v4,
     "dots1": dots1,
     "ernie4_5_moe": ernie,
     "exaone_moe": exaone,
     "gemma4": gemma4,
     "glm4_moe": partial(glm4, "glm4_moe"),
     "glm4_moe_lite": partial(deepseek_v3, "glm4_moe_lite"),
+    "glm5_next": glm5_next,
     "glm_moe_dsa": glm_dsa,
     "gpt_oss": _gpt_oss,
     "granitemoe": partial(granitemoe, "granitemoe"),
@@ -247,5 +250,6 @@ _FAMILIES: dict[str, Callable[[Any], Written]] = {
     "qwen3_5_moe": qwen35,
     "qwen3_moe": _qwen3_moe,
     "qwen3_next": qwen3_next,
+    "qwen4_exp": qwen4,
     "solar_open": partial(glm4, "solar_open"),
 }

@@ -67,6 +67,8 @@ def encode_rows(data: Bytes, form: str, rows: int, columns: int, kind: Kind) -> 
         if form in _CODE_BYTES:
             return _blocks(data, form, rows, columns)
         return data.reshape(rows, -1)
+    if kind == Kind.I32:
+        return data.view("<f4").astype("<i4").view(np.uint8).reshape(rows, -1)
     assert kind == Kind.F32, kind
     if is_tiled(form):
         values = dequantise(torch.from_numpy(np.array(data)), form, rows, columns).numpy()

@@ -162,10 +162,12 @@ def _norms() -> dict[str, Make]:
         "self_attn.k_norm": "attn_k_norm",
         "model.norm": "output_norm",
     }
-    return {
-        f"{name}.weight": numbers(f"{to}.weight", lambda stored: stored + 1)
-        for name, to in names.items()
-    }
+    return {f"{name}.weight": plus_one(f"{to}.weight") for name, to in names.items()}
+
+
+def plus_one(to: str) -> Make:
+    """Return the change of a norm that is stored plus 1."""
+    return numbers(to, lambda stored: stored + 1)
 
 
 def numbers(to: str, change: _Numbers, sides: Shape | None = None) -> Make:

@@ -38,6 +38,7 @@ class Place:
     """Where a stored tensor is written: name, shape with the columns last, and how it changes.
 
     exact  in F32
+    integers  in I32; stored in F32
     whole  columns that stay together, which no block of a quantised type may cross
     """
 
@@ -46,6 +47,7 @@ class Place:
     exact: bool = False
     change: Change | None = None
     whole: int | None = None
+    integers: bool = False
 
 
 Make = Callable[[Shape], tuple[Place, ...]]  # the stored shape -> places, named inside a block
@@ -62,6 +64,7 @@ class Written:
     made           tensors that are not written as they are stored, by their names
     prefix         what the names of the decoder's tensors begin with
     factors        divisors of rope's frequencies, by the name of their tensor
+    tables         table of rows -> its tensor
     """
 
     architecture: str
@@ -72,6 +75,7 @@ class Written:
     made: Mapping[str, Make] = field(default_factory=dict)
     prefix: str = "model."
     factors: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    tables: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
@@ -148,7 +152,7 @@ def rope_keys(
         "rope.freq_base": float(rope.theta),
         "rope.dimension_count": dimensions,
     }
-    if rope.kind == "default" or (rope.kind == "llama3" and reads_factors):
+    if rope.kind == "default" or (reads_factors and (rope.kind == "llama3" or _divided(rope))):
         return keys
     if rope.kind not in ("linear", "yarn"):
         raise CannotExport(f"{model_type}: rope type {rope.kind!r} cannot be exported as GGUF")
@@ -180,8 +184,15 @@ def windowed(shape: GqaShape, body: BodyConfig) -> bool:
     return shape.window is not None and shape.window < body.max_context
 
 
+def _divided(rope: RopeConfig) -> bool:
+    """Return True for divisors of the frequencies that were read from a file's rope_freqs."""
+    return rope.kind == "longrope" and rope.short == rope.long and attention_factor(rope) == 1
+
+
 def stretched(rope: RopeConfig, dimensions: int) -> dict[str, tuple[float, ...]]:
     """Return the tensor that expresses llama3's frequencies, which llama.cpp has no keys for."""
+    if _divided(rope):
+        return {"rope_freqs.weight": rope.short}
     if rope.kind != "llama3":
         return {}
     plain = RopeConfig(rope.theta)

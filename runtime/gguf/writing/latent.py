@@ -213,16 +213,18 @@ def kimi_linear(config: KimiLinearConfig) -> Written:
         }
         | sigmoid_keys(ffn),
         ffn.plan.sparse_layers,
-        made=split_kv_b(shape)
-        | {
-            "self_attn.A_log": numbers(
-                "ssm_a", lambda stored: -np.exp(stored), (delta.key_heads, 1)
-            ),
-            "self_attn.dt_bias": lambda sides: (Place("ssm_dt.bias", sides, True),),
-        }
-        | {f"self_attn.{word}_conv1d.weight": _kernel(word) for word in "qkv"},
+        made=split_kv_b(shape) | kimi_tensors((delta.key_heads, 1)),
         notes=inner_norms(body),
     )
+
+
+def kimi_tensors(rates: Shape) -> dict[str, Make]:
+    """Return the tensors of Kimi Delta Attention; rates: the shape of decay rates in the file."""
+    return {
+        "self_attn.A_log": numbers("ssm_a", lambda stored: -np.exp(stored), rates),
+        "self_attn.dt_bias": lambda sides: (Place("ssm_dt.bias", sides, True),),
+        **{f"self_attn.{word}_conv1d.weight": _kernel(word) for word in "qkv"},
+    }
 
 
 def _kernel(word: str) -> Make:

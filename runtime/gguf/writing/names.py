@@ -45,7 +45,7 @@ def places(name: str, shape: tuple[int, ...], about: Written) -> tuple[Place, ..
     if part in about.made:
         made = about.made[part](shape)
         return tuple(replace(place, name=f"{block}.{place.name}") for place in made)
-    stem, _, end = _named(part, about.architecture).rpartition(".")
+    stem, _, end = _named(part, about).rpartition(".")
     if stem in _GATES and shape[0] == 1:  # a gate of one row is a vector
         shape = shape[1:]
     heads = about.paired.get(stem, 0)
@@ -53,9 +53,9 @@ def places(name: str, shape: tuple[int, ...], about: Written) -> tuple[Place, ..
     return (Place(f"{block}.{stem}.{end}", shape, stem in _EXACT, change),)
 
 
-def _named(part: str, architecture: str) -> str:
+def _named(part: str, about: Written) -> str:
     """Return the name inside a block of a tensor inside a layer. Raises KeyError."""
-    names = _names(architecture)
+    names = _names(about.architecture)
     if part in names:
         return names[part]
     stem, dot, end = part.rpartition(".")

@@ -23,11 +23,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Value = bool | int | float | str | Sequence[str] | NDArray[Any]  # arrays: float32 or int32
+Value = bool | int | float | str | Sequence[str] | NDArray[Any]  # arrays: of _ARRAYS
 _ALIGNMENT = 32
 _VERSION = 3
-_UINT32, _INT32, _FLOAT32, _BOOL, _STRING, _ARRAY = 4, 5, 6, 7, 8, 9
-_ARRAYS = {np.dtype("<f4"): _FLOAT32, np.dtype("<i4"): _INT32}
+_UINT32, _INT32, _FLOAT32, _BOOL, _STRING, _ARRAY, _UINT64 = 4, 5, 6, 7, 8, 9, 10
+_ARRAYS = {np.dtype("<f4"): _FLOAT32, np.dtype("<i4"): _INT32, np.dtype("<u8"): _UINT64}
 
 
 class Kind(IntEnum):
@@ -39,6 +39,7 @@ class Kind(IntEnum):
     Q4_K = 12
     Q5_K = 13
     Q6_K = 14
+    I32 = 26
     BF16 = 30
     MXFP4 = 39
     NVFP4 = 40
@@ -46,6 +47,7 @@ class Kind(IntEnum):
 
 _BLOCKS = {  # weights and bytes of a block
     Kind.F32: (1, 4),
+    Kind.I32: (1, 4),
     Kind.BF16: (1, 2),
     Kind.Q4_0: (32, 18),
     Kind.Q8_0: (32, 34),

@@ -22,6 +22,7 @@ from moeinf.runtime.jobs.datasets.items import (
 )
 from moeinf.runtime.jobs.datasets.local import is_file_name, read_file
 from moeinf.runtime.jobs.datasets.rows import Kind, Row, json_rows, parquet_rows, text_of
+from moeinf.runtime.names import in_home
 from moeinf.runtime.sizes import Progress
 
 _PART = "-00000-of-00001.parquet"
@@ -49,7 +50,7 @@ def load_items(
     BadDataset, RepositoryError, DownloadFailed.
     """
     if is_file_name(dataset):
-        items = read_file(Path(dataset).expanduser(), wanted)
+        items = read_file(in_home(dataset), wanted)
     elif dataset == "demo":
         items = _by_task(dataset, read_file(heldout, Wanted(limit=MOST_ROWS)), wanted)
     elif dataset in _TABLE:

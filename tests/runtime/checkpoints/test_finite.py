@@ -18,7 +18,7 @@ from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.jobs.evaluate import evaluate
 from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
-from moeinf.runtime.library.repack import repack
+from moeinf.runtime.library.repacking.repack import repack
 from moeinf.runtime.library.sources import LocalSource
 from moeinf.runtime.library.staging import Workplace
 from moeinf.runtime.names import parse_name
@@ -26,7 +26,7 @@ from moeinf.runtime.sampling.sampler import SamplingOptions
 from scripts.make_checkpoint import byte_tokenizer
 from tests.conftest import ignore
 from tests.generating import answering
-from tests.runtime.checkpoints.test_fp8 import save_fp8
+from tests.runtime.checkpoints.quantised.test_fp8 import save_fp8
 from tests.tiny import save_tiny
 from tests.tiny_mxfp4 import save_mxfp4
 

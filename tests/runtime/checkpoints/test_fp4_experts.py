@@ -14,8 +14,8 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from moeinf.models import ModelDataError, family_of
 from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint, SourceTensor, open_checkpoint
 from moeinf.runtime.checkpoints.encode import encoded
-from moeinf.runtime.checkpoints.fused_experts import MXFP4
 from moeinf.runtime.checkpoints.inventory import Inventory, take_inventory
+from moeinf.runtime.checkpoints.quantised.fused_experts import MXFP4
 from tests.tiny import save_tiny
 from tests.tiny_deepseek_v4 import deepseek_v4
 

@@ -20,7 +20,7 @@ from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint, blocks, open_ch
 from moeinf.runtime.checkpoints.inventory import take_inventory
 from moeinf.runtime.config import Settings
 from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
-from moeinf.runtime.library.repack import prospects
+from moeinf.runtime.library.repacking.repack import prospects
 from moeinf.runtime.library.sources import LocalSource
 
 FUSED = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj")

@@ -9,12 +9,12 @@ from safetensors.torch import load_file, save_file
 from moeinf.models import family_of
 from moeinf.offload.format.layout import ExpertKey
 from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint, open_checkpoint
-from moeinf.runtime.checkpoints.fused_experts import picked_values
 from moeinf.runtime.checkpoints.inventory import take_inventory
+from moeinf.runtime.checkpoints.quantised.fused_experts import picked_values
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.library.library import Library
-from moeinf.runtime.library.repack import repack
+from moeinf.runtime.library.repacking.repack import repack
 from moeinf.runtime.names import parse_name
 from moeinf.runtime.sizes import parse_memory
 from scripts.make_checkpoint import byte_tokenizer

@@ -9,20 +9,30 @@ import torch
 from torch import Tensor
 
 from moeinf.models.base import KvForm
-from moeinf.models.layers.attention import GqaCore, GqaShape
+from moeinf.models.layers.attention import (
+    GqaCore,
+    GqaShape,
+    NormLastCore,
+    PairCore,
+    StillCore,
+)
+from moeinf.models.layers.ffn import SigmoidGate
 from moeinf.models.layers.kv_cache import CacheLayout, KvCache, PassRows, Span
 from moeinf.models.layers.mla import MlaCore, MlaShape
 from moeinf.models.layers.moe import Router
-from moeinf.models.layers.norms import RmsNorm
+from moeinf.models.layers.norms import HeadNorm, RmsNorm, WideRmsNorm
 from moeinf.models.layers.routing import (
+    BiasedSoftmaxRouter,
     SigmoidRouter,
     SoftmaxRouter,
     SparseMixer,
+    SqrtSoftplusRouter,
     TopSoftmaxRouter,
 )
 from moeinf.native import compute_threads, set_compute_threads
 from moeinf.offload.store.compute import MOST_ROWS
 from moeinf.runtime.dense.cpu_fused import NativeGqa, NativeMla, NativeNorm, NativeRouter, tuned
+from moeinf.runtime.dense.cpu_mlp import NativeGate
 
 BF16 = torch.bfloat16
 
@@ -126,13 +136,28 @@ def test_attention_like_torch(name: str) -> None:
         assert float(wrong.mean()) < 3e-3
 
 
-def test_partial_rotary_in_q8() -> None:
-    """Rotated in torch, attended natively; with a full cache everything is torch's."""
-    made = gqa("q8", head_dim=64)
+@pytest.mark.parametrize("form", ["full", "q8"])
+def test_partial_rotary(form: KvForm) -> None:
+    made = gqa(form, head_dim=64)
     core = tuned(made[0])
     for native, plain in zip(play(core, made, 16), play(made[0], made, 16), strict=True):
         torch.testing.assert_close(native, plain, rtol=0.02, atol=0.02)
     assert not torch.equal(play(core, made, 16)[1], play(made[0], made, 16)[1])
+
+
+@pytest.mark.parametrize("kind", [StillCore, PairCore, NormLastCore])
+def test_other_rotations(kind: type[GqaCore]) -> None:
+    plain, layout, widths = gqa()
+    changed = kind(plain.layer, plain.shape, *(HeadNorm(wide_norm(32)) for _ in "qk"))
+    made = changed, layout, widths
+    core = tuned(changed)
+    assert isinstance(core, NativeGqa)
+    for native, wanted in zip(play(core, made), play(changed, made), strict=True):
+        torch.testing.assert_close(native, wanted, rtol=0.02, atol=0.02)
+
+
+def wide_norm(width: int) -> WideRmsNorm:
+    return WideRmsNorm(Draw(1)(width, about=1.0).float(), 1e-5)
 
 
 @pytest.mark.parametrize("name", ["gqa", "mla", "q8", "q8, mla", "narrow values"])
@@ -174,6 +199,39 @@ def test_norm(width: int) -> None:
     assert torch.equal(native(many), plain(many))
 
 
+@pytest.mark.parametrize("width", [5, 64, 2048])
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_wide_norm(width: int, dtype: torch.dtype) -> None:
+    """Any number of rows has the same bits."""
+    plain = WideRmsNorm(wide_norm(width).weight.to(dtype), 1e-5)
+    native = tuned(plain)
+    assert isinstance(native, NativeNorm)
+    x = Draw(2)(3 * MOST_ROWS, width) * 3
+    found = native(x)
+    torch.testing.assert_close(found, plain(x), rtol=2**-7, atol=1e-6)
+    assert float((found != plain(x)).float().mean()) < 0.01
+    for row in range(len(x)):
+        assert torch.equal(native(x[row : row + 1])[0], found[row])
+    assert torch.equal(native(x.float()), plain(x.float()))
+
+
+def test_gates() -> None:
+    """A value of each row, and of each value; any number of rows has the same bits."""
+    plain = SigmoidGate()
+    native, draw = tuned(plain), Draw(1)
+    assert isinstance(native, NativeGate)
+    x = draw(70, 93) * 3
+    for width in (1, 93):
+        gate = draw(70, width) * 30
+        gate[:3] = torch.tensor([[torch.inf], [-torch.inf], [torch.nan]])
+        found, wanted = native(x, gate), plain(x, gate)
+        torch.testing.assert_close(found, wanted, rtol=2**-7, atol=1e-30, equal_nan=True)
+        for row in range(3, 70):
+            alone = native(x[row : row + 1], gate[row : row + 1])
+            assert torch.equal(alone[0], found[row])
+        assert torch.equal(native(x[3:].float(), gate[3:]), plain(x[3:].float(), gate[3:]))
+
+
 def test_float32_stays_torch() -> None:
     norm = RmsNorm(torch.ones(4), 1e-5)
     assert tuned(norm) is norm
@@ -191,11 +249,22 @@ def router(**changes: object) -> SoftmaxRouter:
     return SoftmaxRouter(Draw(5)(24, 96) / 10, **settings)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"renormalise": True, "scale": 2.5}, {"groups": (4, 2), "top_k": 6}]
-)
-def test_router(changes: dict[str, object]) -> None:
-    plain = router(**changes)
+W, BIAS = Draw(5)(24, 96) / 10, Draw(8)(24)
+ROUTERS: dict[str, Router] = {
+    "softmax": router(),
+    "softmax, normed": router(renormalise=True, scale=2.5),
+    "softmax, groups": router(groups=(4, 2), top_k=6),
+    "sigmoid": SigmoidRouter(W, BIAS, 4, renormalise=False),
+    "sigmoid, normed": SigmoidRouter(W, BIAS.float() / 4, 4, renormalise=True, scale=2.5),
+    "sigmoid, groups": SigmoidRouter(W, BIAS / 4, 5, renormalise=True, groups=(4, 2)),
+    "biased softmax": BiasedSoftmaxRouter(W, BIAS / 20, 4, renormalise=True),
+    "softmax of the best": TopSoftmaxRouter(W, BIAS, 4),
+}
+
+
+@pytest.mark.parametrize("name", list(ROUTERS))
+def test_router(name: str) -> None:
+    plain = ROUTERS[name]
     native = tuned(plain)
     assert isinstance(native, NativeRouter)
     x = Draw(6)(MOST_ROWS, 96)
@@ -214,10 +283,9 @@ def test_router(changes: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     "plain",
     [
-        TopSoftmaxRouter(Draw(5)(64, 2048), Draw(6)(64), 4),
-        SigmoidRouter(Draw(5)(64, 2048) / 40, Draw(6)(64), 6, True, groups=(8, 4)),
         SparseMixer(Draw(5)(64, 2048), 0.01),
         SoftmaxRouter(Draw(5)(64, 2048).float(), 6, True),
+        SqrtSoftplusRouter(Draw(5)(64, 2048) / 40, Draw(6)(64), 6, True),
     ],
     ids=lambda plain: type(plain).__name__,
 )

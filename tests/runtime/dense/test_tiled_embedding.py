@@ -27,7 +27,7 @@ from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine.loader import DenseWeights
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.manifest import DENSE, read_manifest
-from moeinf.runtime.library.repack import repack
+from moeinf.runtime.library.repacking.repack import repack
 from moeinf.runtime.library.sources import LocalSource
 from moeinf.runtime.machine.measurements import DEFAULT_READING
 from moeinf.runtime.names import ModelName

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from moeinf.models.base import ModelDataError
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine import loader
-from moeinf.runtime.engine.loader import DenseWeights
+from moeinf.runtime.engine.loader import DenseWeights, LoadProgress
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.manifest import DENSE, DamagedModel, Manifest
 from moeinf.runtime.machine.measurements import DEFAULT_READING
@@ -32,7 +32,10 @@ def _demo(home: Path) -> tuple[Manifest, Path]:
 def test_pieces_make_the_whole(demo_home: Path, direct: bool | None) -> None:
     manifest, folder = _demo(demo_home)
     assert manifest.file(DENSE).data_bytes > 10 * 3 * 4096  # many pieces
-    weights = DenseWeights(folder, manifest, EngineConfig(direct_io=direct), DEFAULT_READING)
+    config, progress = EngineConfig(direct_io=direct), LoadProgress()
+    weights = DenseWeights(folder, manifest, config, DEFAULT_READING, progress=progress)
+    size = manifest.file(DENSE).data_bytes
+    assert progress == LoadProgress(size, size)
     for name, expected in load_file(folder / DENSE).items():
         assert torch.equal(weights.tensor(name, *expected.shape), expected)
     with pytest.raises(ModelDataError, match=r"lacks nothing of shape \[3\]"):

@@ -17,11 +17,12 @@ from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint, Checkpoint, ope
 from moeinf.runtime.checkpoints.inventory import Forms, Inventory, take_inventory
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine.engine import Engine
-from moeinf.runtime.library import repack, verify
+from moeinf.runtime.library import verify
 from moeinf.runtime.library.clone import copy_model
 from moeinf.runtime.library.dense_views import DenseViews
 from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
 from moeinf.runtime.library.manifest import DENSE, Manifest, read_manifest
+from moeinf.runtime.library.repacking import repack
 from moeinf.runtime.sizes import parse_memory
 from scripts.make_checkpoint import byte_tokenizer
 from tests.conftest import ignore, pull

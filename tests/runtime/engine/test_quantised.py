@@ -16,7 +16,7 @@ from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.jobs.evaluate import CannotCompare, evaluate
 from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
 from moeinf.runtime.library.manifest import DENSE, MANIFEST, DamagedModel, Manifest, read_manifest
-from moeinf.runtime.library.repack import repack
+from moeinf.runtime.library.repacking.repack import repack
 from moeinf.runtime.library.sources import LocalSource
 from moeinf.runtime.library.verify import LocalRepair, repair, verify
 from moeinf.runtime.names import ModelName

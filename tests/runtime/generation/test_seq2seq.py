@@ -15,7 +15,7 @@ from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.generation.seq2seq import BadLanguage, Languages, converse
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.manifest import Manifest
-from moeinf.runtime.library.repack import repack
+from moeinf.runtime.library.repacking.repack import repack
 from moeinf.runtime.library.sources import LocalSource
 from moeinf.runtime.names import parse_name
 from moeinf.runtime.requests import Limits

@@ -6,7 +6,10 @@ Skipped where llama_cpp cannot be imported: `pip install llama-cpp-python` compi
 from __future__ import annotations
 
 import json
+import math
 import random
+import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +26,7 @@ from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.jobs.export_gguf import export_gguf
 from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
 from tests.conftest import ignore
-from tests.exported import FAMILIES, Model, checkpoint, exported
+from tests.exported import FAMILIES, STREAMS, Model, checkpoint, exported
 from tests.generating import answering
 from tests.gguf_files import matrices, write_gguf
 from tests.gguf_wide import widened
@@ -35,9 +38,41 @@ from tests.llama_cpp_side import (
     our_logits,
     quantised,
 )
+from tests.runtime.gguf.writing.test_like_the_converter import EXPORTED
+from tests.steady import steady
+from tests.tiny import save_tiny
+from tests.tiny_families import Tiny
 
 TAGS = ("bf16", "q4", "q8", "f32")
 POSITIONS = 200
+RECENT_POSITIONS = 100
+RECENT = {**EXPORTED, **STREAMS}
+INDEXED = ("v32", "glm-dsa")  # llama.cpp rotates their keys by 64 channels at least
+# On the 90 % of tokens that differ least: a rounding may move the others to another expert.
+TYPICAL_KL = 1e-3
+BLOCK = 32  # weights of Q4_0 and Q8_0
+WIDTHS = (
+    "global_head_dim",
+    "head_dim",
+    "hidden_size",
+    "index_head_dim",
+    "intermediate_size",
+    "kv_lora_rank",
+    "linear_head_dim",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "mamba_head_dim",
+    "moe_intermediate_size",
+    "moe_latent_size",
+    "moe_shared_expert_intermediate_size",
+    "o_lora_rank",
+    "ple_embed_dim",
+    "q_lora_rank",
+    "qk_nope_head_dim",
+    "shared_expert_intermediate_size",
+    "shared_intermediate_size",
+    "v_head_dim",
+)
 IDS = random.Random(1).choices(range(272), k=POSITIONS)
 ROUNDING = 0.5  # of the demo's logits around 20; bf16 has steps of 0.125 there
 NEARLY_TIED = 0.15  # of the families' logits, whose standard deviation is 1
@@ -126,10 +161,79 @@ def test_exported_families(name: str, tag: str, tmp_path: Path) -> None:
         assert_near(our_logits(engine, IDS), other.logits(IDS), most)
 
 
+@pytest.mark.parametrize("name", RECENT)
+def test_exported_recent_families(name: str, tmp_path: Path) -> None:
+    """Texts are longer than windows, and than the tokens that an indexer chooses."""
+    tiny = RECENT[name].but(**({"index_head_dim": 64} if name in INDEXED else {}))
+    save_tiny(tiny, tmp_path / "checkpoint", seed=3)
+    ours, theirs = both_logits(name, tmp_path, "f32")
+    assert_near(ours, theirs, MOST_KL["f32"])
+
+
+@pytest.mark.parametrize("name", [next(iter(RECENT)), *map(full, [*RECENT][1:])])
+@pytest.mark.parametrize("tag", ["q8", "q4"])
+def test_exported_recent_families_in(tag: str, name: str, tmp_path: Path) -> None:
+    """Rows are whole blocks, so that they stay codes. Indexers choose all tokens."""
+    tiny = in_blocks(RECENT[name])
+    save_tiny(tiny, tmp_path / "checkpoint", seed=3, change=lambda m: steady(m, tiny.family))
+    ours, theirs = both_logits(name, tmp_path, tag)
+    assert difference(*typical(ours, theirs)).kl <= TYPICAL_KL
+
+
+def both_logits(name: str, folder: Path, tag: str) -> tuple[Tensor, Tensor]:
+    """Export the checkpoint in `folder`; return our logits and llama.cpp's."""
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO_CHECKPOINT / file, folder / "checkpoint")
+    model = exported(folder / "checkpoint", folder, tag)
+    assert tag == "f32" or model.made.tensors[{"q4": "Q4_0", "q8": "Q8_0"}[tag]] > 2
+    ids = IDS if name in STREAMS else IDS[:RECENT_POSITIONS]
+    with model.engine(len(ids)) as engine, llama(model.file, len(ids)) as other:
+        return our_logits(engine, ids), other.logits(ids)
+
+
+def in_blocks(tiny: Tiny) -> Tiny:
+    """Return the same with widths in whole blocks, and with indexers that choose all tokens."""
+    heads = tiny.settings.get("num_attention_heads", 1)
+    steps = {"hidden_size": math.lcm(heads, BLOCK), "index_head_dim": 64}
+    wide = {}
+    for key in WIDTHS:
+        if tiny.settings.get(key):
+            step = steps.get(key, BLOCK)
+            wide[key] = -(-tiny.settings[key] // step) * step
+    if "ple_embed_dim" in wide:
+        wide["ple_embed_dim"] = wide["hidden_size"]  # llama.cpp has no other
+    chosen = {
+        key: 2 * POSITIONS for key in ("index_topk", "indexer_budget") if key in tiny.settings
+    }
+    return tiny.but(**wide, **chosen)
+
+
+def typical(ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the 90 % of rows of both that differ least."""
+    p, q = (logits.double().log_softmax(-1) for logits in (theirs, ours))
+    least = (p.exp() * (p - q)).sum(-1).argsort()[: len(p) * 9 // 10]
+    return ours[least], theirs[least]
+
+
 @pytest.mark.parametrize("form", ["Q4_K_M", *map(full, ("Q4_0", "Q8_0", "Q5_K_M", "Q6_K"))])
 @pytest.mark.parametrize("name", IMPORTED)
 def test_files_of_llama_cpp(name: str, form: str, tmp_path: Path) -> None:
     held_against_llama_cpp(name, form, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", STREAMS)
+def test_files_of_llama_cpp_with_streams(name: str, tmp_path: Path) -> None:
+    """Rows are whole blocks, and indexers choose all tokens."""
+    tiny = in_blocks(STREAMS[name])
+    save_tiny(tiny, tmp_path / "checkpoint", seed=3, change=lambda m: steady(m, tiny.family))
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO_CHECKPOINT / file, tmp_path / "checkpoint")
+    made = exported(tmp_path / "checkpoint", tmp_path, "f32")
+    model = made.pulled(quantised(made.file, "Q8_0"))
+    with model.engine(len(IDS)) as engine, llama(model.file, len(IDS)) as other:
+        ours, theirs = our_logits(engine, IDS), other.logits(IDS)
+    assert difference(*typical(ours, theirs)).kl <= TYPICAL_KL
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", *(full(name) for name in IMPORTED[1:])])
@@ -141,7 +245,7 @@ def test_mxfp4_files_of_llama_cpp(name: str, tmp_path: Path) -> None:
     ours, theirs = (
         {tensor.name: tensor for tensor in GGUFReader(path).tensors} for path in (again, model.file)
     )
-    experts = [name for name in ours if name.endswith("_exps.weight")]
+    experts = [name for name in ours if re.search(r"ffn_(gate|up|down)_exps\.weight$", name)]
     assert len(experts) == 3 * model.manifest.layers
     for name in experts:
         assert ours[name].tensor_type == theirs[name].tensor_type == GGMLQuantizationType.MXFP4

@@ -13,7 +13,7 @@ from moeinf.models import family_of
 from moeinf.runtime.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from moeinf.runtime.checkpoints.inventory import take_inventory
 from moeinf.runtime.gguf.checkpoint import open_gguf
-from moeinf.runtime.library.shard_writer import all_targets
+from moeinf.runtime.library.repacking.shard_writer import all_targets
 from scripts.make_checkpoint import byte_tokenizer
 from tests.gguf_files import write_gguf
 from tests.tiny import save_tiny
@@ -78,6 +78,8 @@ SAME += [
     "mistral4-all-experts",
     "v32",
     "glm-dsa",
+    "kimi-k2",
+    "kimi-k25",
 ]
 ROUNDED = ("granitemoehybrid", "kimi_linear", "nemotron_h", "qwen3_5_moe", "qwen3_next")
 READ_AS = {"solar_open": "glm4_moe"}  # one architecture of llama.cpp

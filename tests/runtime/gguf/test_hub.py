@@ -16,7 +16,7 @@ from moeinf.runtime.hub.listing import Repository
 from moeinf.runtime.hub.resolve import find_source
 from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
 from moeinf.runtime.library.manifest import Manifest
-from moeinf.runtime.library.repack import repack
+from moeinf.runtime.library.repacking.repack import repack
 from moeinf.runtime.names import parse_name, split_quant
 from tests.conftest import ignore
 from tests.gguf_files import matrices, write_gguf

@@ -22,8 +22,8 @@ from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.gguf.checkpoint import open_gguf
 from moeinf.runtime.library.library import Library
-from moeinf.runtime.library.repack import in_tag
-from moeinf.runtime.library.shard_writer import all_targets
+from moeinf.runtime.library.repacking.repack import in_tag
+from moeinf.runtime.library.repacking.shard_writer import all_targets
 from moeinf.runtime.library.verify import verify
 from moeinf.runtime.sizes import parse_memory
 from scripts.make_checkpoint import byte_tokenizer, config, make_checkpoint

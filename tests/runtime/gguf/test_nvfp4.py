@@ -19,7 +19,7 @@ from moeinf.runtime.gguf.writing.description import CannotExport
 from moeinf.runtime.hub.resolve import find_source
 from moeinf.runtime.jobs.export_gguf import export_gguf
 from moeinf.runtime.library.library import Library
-from moeinf.runtime.library.repack import in_tag, repack
+from moeinf.runtime.library.repacking.repack import in_tag, repack
 from tests.conftest import ignore
 from tests.exported import checkpoint
 from tests.gguf_files import matrices, write_gguf

@@ -19,7 +19,7 @@ from moeinf.runtime.gguf.checkpoint import open_gguf
 from moeinf.runtime.hub.resolve import find_source
 from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
 from moeinf.runtime.library.manifest import Manifest
-from moeinf.runtime.library.repack import repack
+from moeinf.runtime.library.repacking.repack import repack
 from moeinf.runtime.library.verify import LocalRepair, repair, verify
 from scripts.make_checkpoint import byte_tokenizer
 from tests.conftest import endless, ignore

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
+from huggingface_hub import constants
 
 from moeinf.models import FAMILIES
 from moeinf.runtime.config import Settings
 from moeinf.runtime.hub import listing, resolve
-from moeinf.runtime.hub.aliases import Entry, entry_of, registry
+from moeinf.runtime.hub.aliases import Entry, entry_of, licence_of, registry
 from moeinf.runtime.names import TAGS, ModelName, parse_name
 from tests.conftest import ignore
 
@@ -57,10 +58,19 @@ def test_names_are_unique() -> None:
 
 
 def test_every_family_has_a_model() -> None:
-    """No short name stands for a granitemoeshared or a qwen4_exp yet."""
-    families = {f.model_type for f in FAMILIES.values()} - {"granitemoeshared", "qwen4_exp"}
+    """No short name stands for a granitemoeshared yet."""
+    families = {f.model_type for f in FAMILIES.values()} - {"granitemoeshared"}
     known = {FAMILIES[entry.family].model_type for entry in registry().values()}
     assert known == families
+
+
+def test_the_licence_of_a_source() -> None:
+    entry = entry_of("mixtral")
+    assert entry is not None
+    for source in (f"hub:{entry.repo}", f"hub:{entry.repo}:Q4_K_M"):
+        assert licence_of(source) == entry.licence == "apache-2.0"
+    assert licence_of("hub:Org/Other") is None
+    assert licence_of("demo") is None
 
 
 def test_sizes_come_near_what_is_published() -> None:
@@ -69,3 +79,16 @@ def test_sizes_come_near_what_is_published() -> None:
         entry = entry_of(name)
         assert entry is not None
         assert entry.sizes()["bf16"] == pytest.approx(published, rel=0.01)
+
+
+@pytest.mark.parametrize("entry", registry().values(), ids=lambda entry: entry.name)
+def test_every_name_resolves_without_a_network(
+    entry: Entry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error says which repository is missing, and the command that prints what is known."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    for name in (entry.name, *entry.aliases):
+        with pytest.raises(listing.RepositoryError, match=re.escape(entry.repo)) as caught:
+            resolve.find_source(name, None, Settings(tmp_path), ignore)
+        assert f"`moeinf show {entry.name}`" in caught.value.hint

@@ -27,7 +27,7 @@ from moeinf.runtime.hub import base_repository
 from moeinf.runtime.hub.base_weights import OtherWeights
 from moeinf.runtime.hub.resolve import find_source
 from moeinf.runtime.library.library import Library
-from moeinf.runtime.library.repack import repack
+from moeinf.runtime.library.repacking.repack import repack
 from moeinf.runtime.library.sources import LocalSource
 from scripts.make_checkpoint import byte_tokenizer
 from tests import gguf_files

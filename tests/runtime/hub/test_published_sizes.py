@@ -1,8 +1,8 @@
 """Published configs parse, and each short name's parameter count is that of its config.
 
-tests/data/configs.json has published config.json files, without keys that no family reads.
-tests/data/sizes.json has the numbers of other models, which the count confirms. FROM says how the
-config of another short name differs.
+tests/data/configs.json has the values of published config.json files, without keys that no family
+reads. tests/data/sizes.json has the numbers of other models, which the count confirms. FROM says
+how the config of another short name differs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _DATA = Path(__file__).parents[2] / "data"
 PUBLISHED: dict[str, dict[str, Any]] = json.loads((_DATA / "configs.json").read_text("utf-8"))
 SIZES: dict[str, dict[str, Any]] = json.loads((_DATA / "sizes.json").read_text("utf-8"))
 _QWEN3, _CODER = "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-Coder-480B-A35B-Instruct"
-_SWITCH, _GPT_OSS = "google/switch-base-128", "openai/gpt-oss-20b"
+_SWITCH = "google/switch-base-128"
 FROM: dict[str, tuple[str, dict[str, Any]]] = {  # published file or short name, differing keys
     "mixtral": ("mistralai/Mixtral-8x7B-v0.1", {}),
     "deepseek-v2-lite": ("deepseek-ai/DeepSeek-V2-Lite", {}),
@@ -37,7 +37,7 @@ FROM: dict[str, tuple[str, dict[str, Any]]] = {  # published file or short name,
     "glm-5-fp8": ("zai-org/GLM-5", {}),
     "glm-5.1": ("zai-org/GLM-5", {}),
     "gpt-oss-120b": (
-        _GPT_OSS,
+        "openai/gpt-oss-20b",
         {"num_hidden_layers": 36, "num_local_experts": 128, "layer_types": None},
     ),
     "gemma-4-26b-a4b": ("google/gemma-4-26B-A4B", {}),
@@ -46,7 +46,7 @@ FROM: dict[str, tuple[str, dict[str, Any]]] = {  # published file or short name,
     "glm-4.7": ("glm-4.5", {}),
     "glm-4.5-air-reap-82b-a12b": ("zai-org/GLM-4.5-Air", {"n_routed_experts": 96}),
     "glm-4.7-reap-218b-a32b": ("glm-4.5", {"n_routed_experts": 96}),
-    "glm-4.7-flash-reap-23b-a3b": ("glm-4.7-flash", {"n_routed_experts": 48}),
+    "glm-4.7-flash-reap-23b-a3b": ("zai-org/GLM-4.7-Flash", {"n_routed_experts": 48}),
     "olmoe": ("allenai/OLMoE-1B-7B-0924", {}),
     **{f"switch-base-{n}": (_SWITCH, {"num_experts": n}) for n in (8, 16, 32, 64, 256)},
     "switch-large-128": (
@@ -75,10 +75,10 @@ FROM: dict[str, tuple[str, dict[str, Any]]] = {  # published file or short name,
     "minimax-m2.7": ("MiniMaxAI/MiniMax-M2.5", {}),
     "minimax-m2": ("MiniMaxAI/MiniMax-M2.5", {}),
     "minimax-m2-reap-162b-a10b": ("MiniMaxAI/MiniMax-M2.5", {"num_local_experts": 180}),
-    "qwen3-next-80b-a3b-thinking": ("qwen3-next-80b-a3b", {}),
+    "qwen3-next-80b-a3b": ("Qwen/Qwen3-Next-80B-A3B-Thinking", {}),
     **dict.fromkeys(("kimi-k2-0905", "kimi-k2-thinking"), ("moonshotai/Kimi-K2-Instruct", {})),
     **dict.fromkeys(("kimi-k2.6", "kimi-k2.7-code"), ("moonshotai/Kimi-K2.5", {})),
-    "qwen3-coder-next": ("qwen3-next-80b-a3b", {}),
+    "qwen3-coder-next": ("Qwen/Qwen3-Next-80B-A3B-Thinking", {}),
     "granite-4.0-h-small": (
         "granite-4.0-h-tiny",
         {
@@ -119,7 +119,7 @@ def config_of(entry: Entry) -> dict[str, Any]:
 
 def parameters(config: dict[str, Any]) -> float:
     """Return a model's parameters in billions, experts included."""
-    config = {"max_position_embeddings": 4096, **config}
+    config = {"max_position_embeddings": config.get("model_max_length", 4096), **config}
     family, parts = family_of(config), Counted()
     parsed = family.parse(config)
     moe = family.build(parsed, parts).moe
@@ -192,6 +192,9 @@ def test_other_families_are_refused_by_name(model_type: str) -> None:
         ("nemotron-3-super:120b", "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16"),
         ("minimax-m2:latest", "MiniMaxAI/MiniMax-M2"),
         ("kimi-k2:1t", "moonshotai/Kimi-K2-Instruct"),
+        ("deepseek-v4-flash", "deepseek-ai/DeepSeek-V4-Flash"),
+        ("glm-5.3-flash:latest", "zai-org/GLM-5.3-Flash"),
+        ("qwen3.8-flash-next", "Qwen/Qwen3.8-Flash-Next"),
         ("kimi-linear:48b", "moonshotai/Kimi-Linear-48B-A3B-Instruct"),
     ],
 )

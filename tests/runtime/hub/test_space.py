@@ -13,7 +13,7 @@ from moeinf.models import family_of
 from moeinf.runtime.checkpoints.checkpoint import open_checkpoint
 from moeinf.runtime.checkpoints.inventory import take_inventory
 from moeinf.runtime.library.library import DEMO_CHECKPOINT
-from moeinf.runtime.library.repack import check_space
+from moeinf.runtime.library.repacking.repack import check_space
 from moeinf.runtime.library.sources import LocalSource
 from moeinf.runtime.library.staging import Workplace, taken_bytes
 

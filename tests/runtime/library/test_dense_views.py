@@ -22,11 +22,11 @@ from moeinf.runtime.checkpoints.checkpoint import TORCH_DTYPE, BadCheckpoint, re
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.dense.cpu_backend import CpuMath
 from moeinf.runtime.engine.engine import Engine
-from moeinf.runtime.library import shard_writer
 from moeinf.runtime.library.dense_views import DenseViews, read_dense_header
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.manifest import DENSE, Manifest
-from moeinf.runtime.library.shard_writer import Slice, dense_header
+from moeinf.runtime.library.repacking import shard_writer
+from moeinf.runtime.library.repacking.shard_writer import Slice, dense_header
 from scripts.make_checkpoint import byte_tokenizer
 from tests.conftest import pull
 from tests.tiny import TINY, save_tiny

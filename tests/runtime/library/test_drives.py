@@ -151,7 +151,7 @@ def test_an_interrupted_pull_goes_on(
     homes: list[Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A rerun keeps what both drives hold; other homes start over, and prune empties both."""
-    from moeinf.runtime.library import repack
+    from moeinf.runtime.library.repacking import repack
 
     run = command_in(os.pathsep.join(map(str, homes)))
     with monkeypatch.context() as broken:
@@ -179,6 +179,44 @@ def test_an_interrupted_pull_goes_on(
     assert command_in(homes[0])("pull", "demo:f32").code == 0  # one drive: starts over
     assert list((homes[1] / "shards").iterdir()) == [place]
     assert len(places(homes[0] / "models/demo/f32")) == 1
+
+
+def test_an_interrupted_pull_waits_for_its_drive(
+    homes: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its drive away, a rerun neither starts over nor fills the empty mount point."""
+    from moeinf.runtime.library.repacking import repack
+
+    run = command_in(os.pathsep.join(map(str, homes)))
+    with monkeypatch.context() as broken:
+        broken.setattr(repack, "check_opens", _fail)
+        assert run("pull", "demo").code == 1
+    partial = homes[0] / "models/demo/.bf16.partial"
+    (place,) = places(partial)[1:]
+    before = shards(partial)
+    homes[1].rename(homes[1].with_name("aside"))
+    for _ in range(2):
+        result = run("pull", "demo")
+        assert result.code == 1
+        assert f"{homes[1]} is missing" in result.err
+        assert shards(partial) == before
+        homes[1].mkdir(exist_ok=True)
+        assert not any(homes[1].iterdir())
+    homes[1].rmdir()
+    homes[1].with_name("aside").rename(homes[1])
+    held = {p: p.stat().st_ino for p in place.rglob("E*.safetensors")}
+    assert run("pull", "demo").code == 0
+    assert {p: p.stat().st_ino for p in place.rglob("E*.safetensors")} == held
+
+
+def test_what_a_missing_drive_keeps_is_named(spread: Command, homes: list[Path]) -> None:
+    """`rm` cannot delete it, and says where it is."""
+    (place,) = places(homes[0] / MODEL)[1:]
+    homes[1].rename(homes[1].with_name("aside"))
+    result = spread("rm", "demo")
+    assert result.code == 0
+    assert str(place) in result.err
+    assert spread("list", "--json").out.count("demo") == 0
 
 
 def test_each_drive_needs_room_for_its_part(

@@ -13,11 +13,11 @@ import pytest
 
 from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint, open_checkpoint
 from moeinf.runtime.config import Settings
-from moeinf.runtime.library import repack as repacking
-from moeinf.runtime.library import shard_writer
 from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
 from moeinf.runtime.library.manifest import Manifest
-from moeinf.runtime.library.repack import repack
+from moeinf.runtime.library.repacking import repack as repacking
+from moeinf.runtime.library.repacking import shard_writer
+from moeinf.runtime.library.repacking.repack import repack
 from moeinf.runtime.library.sources import LocalSource
 from moeinf.runtime.library.staging import JOURNAL, Workplace, partial_folder
 from moeinf.runtime.names import parse_name
@@ -187,3 +187,16 @@ def test_a_journal_of_another_folder_is_not_continued(
     other = shutil.copytree(folder, tmp_path / "other")
     making = {"source": source_of(other).identity(), "tag": NAME.tag}
     assert Workplace(interrupted, making).files == {}
+
+
+def test_what_follows_a_torn_line_is_kept(tmp_path: Path) -> None:
+    """A power cut tears the journal's last line; the next attempt's lines are whole."""
+    making = {"tag": "q4"}
+    Workplace(tmp_path, making)
+    journal = tmp_path / JOURNAL
+    journal.write_bytes(journal.read_bytes() + b'{"done": "a.safeten')
+    again = Workplace(tmp_path, making)
+    assert again.done == set()
+    again.add_done("b.safetensors")
+    again.commit()
+    assert Workplace(tmp_path, making).done == {"b.safetensors"}

@@ -19,13 +19,13 @@ MIB = 1 << 20
 PULL = """
 import sys
 from pathlib import Path
-import moeinf.runtime.library.repack
+import moeinf.runtime.library.repacking.repack
 from moeinf.runtime.gguf.checkpoint import open_local
 from moeinf.runtime.config import Settings
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.machine.memory import peak_rss_bytes, rss_bytes
 from moeinf.runtime.names import parse_name
-from moeinf.runtime.library.repack import repack
+from moeinf.runtime.library.repacking.repack import repack
 from moeinf.runtime.library.sources import LocalSource
 imported = rss_bytes()
 source = LocalSource(open_local(Path(sys.argv[1])), "x")

@@ -18,7 +18,7 @@ from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.library.dense_views import read_dense_header
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.manifest import MANIFEST, DamagedModel, Manifest, read_manifest
-from moeinf.runtime.library.repack import measure_source, repack
+from moeinf.runtime.library.repacking.repack import measure_source, repack
 from moeinf.runtime.library.sources import LocalSource
 from moeinf.runtime.library.verify import LocalRepair, repair, verify
 from moeinf.runtime.names import parse_name

@@ -27,7 +27,7 @@ from moeinf.runtime.library.manifest import (
     read_manifest,
     write_manifest,
 )
-from moeinf.runtime.library.repack import measure_source
+from moeinf.runtime.library.repacking.repack import measure_source
 from moeinf.runtime.library.sources import LocalSource
 from moeinf.runtime.library.verify import LocalRepair, repair, verify
 from scripts.make_checkpoint import byte_tokenizer

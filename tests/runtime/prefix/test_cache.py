@@ -28,6 +28,16 @@ def asked(engine: Engine, ids: list[int], **about: object) -> Ended:
     return answer(Scheduler(engine), ids, **about)
 
 
+def stayed(engine: Engine, ids: list[int]) -> tuple[int, ...]:
+    """Return the second answer to a text whose KV has stayed where it was.
+
+    Its last token is computed alone, as after a restore; the first answer may have other bits.
+    """
+    scheduler = Scheduler(engine)
+    answer(scheduler, ids)
+    return answer(scheduler, ids).token_ids
+
+
 def written(engine: Engine, files: int, folder: Path) -> None:
     """Wait until so many files are there."""
     until = time.monotonic() + 20
@@ -73,8 +83,9 @@ def test_the_bytes_are_those_of_the_state(open_here: OpenHere) -> None:
 
 def test_it_returns_after_a_new_start(open_here: OpenHere, folder: Path) -> None:
     """Also where the RAM holds one block at a time; files have the owner's rights alone."""
+    expected = stayed(open_here(prefix=None), SYSTEM)
     engine = open_here()
-    first = asked(engine, SYSTEM)
+    asked(engine, SYSTEM)
     engine.close()
     files = list(folder.iterdir())
     assert len(files) == 2
@@ -85,7 +96,7 @@ def test_it_returns_after_a_new_start(open_here: OpenHere, folder: Path) -> None
         engine = open_here(prefix=PrefixBudget(memory))
         again = asked(engine, SYSTEM)
         assert again.cached_tokens == len(SYSTEM) - 1
-        assert again.token_ids == first.token_ids
+        assert again.token_ids == expected
         assert engine.prefixes is not None
         assert engine.prefixes.bytes_used <= memory
         assert engine.prefixes.stats.bytes_read > block
@@ -159,8 +170,8 @@ def test_a_fault_does_not_stop_the_writer(
         patch.setattr(cache, "copied_out", Mock(side_effect=RuntimeError("no memory")))
         answer(scheduler, OTHER[::-1])
     assert answer(scheduler, OTHER[::-1]).cached_tokens == len(OTHER) - 1
-    assert answer(scheduler, SYSTEM).token_ids == asked(engine, SYSTEM).token_ids
     written(engine, 6, folder)
+    assert answer(scheduler, SYSTEM).token_ids == asked(engine, SYSTEM).token_ids
 
 
 def test_residency_does_not_choose(open_here: OpenHere) -> None:

@@ -15,7 +15,7 @@ from moeinf.runtime.config import PREFILL_CHUNK
 from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.prefix import folder as files
 from tests.runtime.prefix.conftest import OpenHere
-from tests.runtime.prefix.test_cache import SYSTEM, asked
+from tests.runtime.prefix.test_cache import OTHER, SYSTEM, asked, stayed
 
 _HEADER = 8192
 
@@ -63,7 +63,9 @@ def test_a_damaged_file_is_never_used(
     engine = open_here()
     again = asked(engine, SYSTEM)
     assert again.cached_tokens == left
-    assert again.token_ids == asked(open_here(prefix=None), SYSTEM).token_ids
+    alone = open_here(prefix=None)
+    expected = stayed(alone, SYSTEM) if left else asked(alone, SYSTEM).token_ids
+    assert again.token_ids == expected
 
 
 def test_only_the_part_after_a_damage_is_computed(written: list[Path], open_here: OpenHere) -> None:
@@ -75,6 +77,25 @@ def test_only_the_part_after_a_damage_is_computed(written: list[Path], open_here
     assert asked(engine, SYSTEM).cached_tokens == len(SYSTEM) - 1  # kept again
 
 
+def test_files_that_another_process_removes(
+    written: list[Path], open_here: OpenHere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that vanishes between the list of the folder and a look at it is no error."""
+    listed = files.PrefixFolder._entries
+
+    def vanishing(of: files.PrefixFolder) -> list[os.DirEntry[str]]:
+        found = listed(of)
+        written[1].unlink(missing_ok=True)
+        return found
+
+    monkeypatch.setattr(files.PrefixFolder, "_entries", vanishing)
+    engine = open_here()
+    assert asked(engine, SYSTEM).cached_tokens == PREFILL_CHUNK
+    engine.close()
+    assert len(list(written[0].parent.glob("*.kv"))) == 2  # the other one is written again
+    assert [note for note in engine.take_notes() if "cannot be written" in note] == []
+
+
 def test_a_full_disk(open_here: OpenHere, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is left on disk, a note reports it, and the RAM serves."""
 
@@ -82,7 +103,7 @@ def test_a_full_disk(open_here: OpenHere, folder: Path, monkeypatch: pytest.Monk
         os.write(descriptor, view[:100])
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(files, "_write", full)
+    monkeypatch.setattr(files, "write_all", full)
     engine = open_here()
     asked(engine, SYSTEM)
     until = time.monotonic() + 20
@@ -105,6 +126,16 @@ def test_a_drive_without_room_is_left_alone(
     assert not folder.exists()
 
 
+def test_no_file_leaves_for_one_that_finds_no_room(
+    written: list[Path], open_here: OpenHere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "_SPARE_BYTES", 1 << 60)
+    engine = open_here()
+    asked(engine, OTHER)
+    engine.close()
+    assert [path for path in written if not path.exists()] == []
+
+
 _KILLED = """
 import sys
 from pathlib import Path
@@ -115,7 +146,7 @@ from moeinf.runtime.prefix import folder as files
 from moeinf.runtime.sizes import parse_memory
 import os, signal
 from tests.runtime.prefix.test_cache import SYSTEM, asked
-left, write = int(sys.argv[2]), files._write
+left, write = int(sys.argv[2]), files.write_all
 def killing(descriptor, view):
     global left
     left -= 1
@@ -123,7 +154,7 @@ def killing(descriptor, view):
         os.write(descriptor, view[:len(view) // 2])
         os.kill(os.getpid(), signal.SIGKILL)
     write(descriptor, view)
-files._write = killing
+files.write_all = killing
 settings = Settings(Path(sys.argv[1]))
 manifest, folder = Library(settings).read("demo:bf16")
 config = EngineConfig(memory=parse_memory("100%"), prefix=PrefixBudget(64 << 20))

@@ -15,10 +15,18 @@ import pytest
 from moeinf.runtime.library.library import DEMO_CHECKPOINT
 from moeinf.runtime.sampling.grammar import BadFormat, Constrain, call_of_one, json_of
 from moeinf.runtime.sampling.grammar_processes import Grammars
+from moeinf.runtime.text.offered_tools import Call
 from moeinf.runtime.text.tokenizer import Tokenizer
-from moeinf.runtime.text.tool_calls import Call
 from tests.runtime.text.test_tool_calls import TOOLS, hear
-from tests.runtime.text.tool_call_texts import GEMMA, GRANITE, HARMONY, MISTRAL, SOLAR, TAGS
+from tests.runtime.text.tool_call_texts import (
+    GEMMA,
+    GRANITE,
+    HARMONY,
+    MISTRAL,
+    MISTRAL_NAMED,
+    SOLAR,
+    TAGS,
+)
 
 END = 4
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -191,6 +199,7 @@ def test_calls(engine: Callable[[str], Any], template: str, before: str, after: 
     ("template", "before", "after"),
     [
         (GEMMA, "<|tool_call>call:add", "<tool_call|>"),
+        (MISTRAL_NAMED, "[TOOL_CALLS]add[ARGS]", ""),
         (
             SOLAR,
             "<|tool_calls|><|tool_call:begin|>a1b2c3d4e5<|tool_call:name|>add<|tool_call:args|>",

@@ -1,4 +1,4 @@
-"""Templates of our own, with the constructs of those of Nemotron-3 and Granite 4."""
+"""Templates of our own, with the constructs of Nemotron-3, Granite 4, DeepSeek-V4, Ministral 3."""
 
 from __future__ import annotations
 
@@ -113,3 +113,97 @@ GRANITE4 = """
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start_of_role|>assistant<|end_of_role|>' }}{%- endif %}"""
+
+DEEPSEEK4 = """
+{%- if not thinking is defined -%}
+  {%- set thinking = enable_thinking if enable_thinking is defined else false -%}
+{%- endif -%}
+{%- set mark = '｜DSML｜' -%}
+{%- set begin, end = '<' + mark, '</' + mark -%}
+{%- set about = 'Write a "' + begin + 'tool_calls>" block:\n' + begin + 'invoke name="$NAME">\n' -%}
+{%- set ns = namespace(system='', user=false) -%}
+{%- for message in messages -%}
+  {%- if message['role'] == 'system' -%}
+    {%- set ns.system = ns.system + (message['content'] or '') -%}
+  {%- endif -%}
+{%- endfor -%}
+{%- if tools is defined and tools -%}
+  {%- set ts = namespace(schemas='') -%}
+  {%- for tool in tools -%}
+    {%- if tool['type'] == 'function' -%}
+      {%- set ts.schemas = ts.schemas + (tool['function'] | tojson) + '\n' -%}
+    {%- endif -%}
+  {%- endfor -%}
+  {%- set ns.system = ns.system + '\n\n' + about + ts.schemas -%}
+{%- endif -%}
+{%- if response_format is defined -%}{{- response_format | tojson -}}{%- endif -%}
+{{- bos_token -}}{{- ns.system -}}
+{%- for message in messages -%}
+  {%- if message['role'] in ('user', 'tool') -%}
+    {{- '\n\n' if ns.user else '<｜User｜>' -}}{%- set ns.user = true -%}
+    {{- message['content'] if message['role'] == 'user'
+        else '<tool_result>' + (message['content'] or '') + '</tool_result>' -}}
+  {%- elif message['role'] == 'assistant' -%}
+    {%- set ns.user = false -%}
+    {{- '<｜Assistant｜>' -}}
+    {%- if thinking and message['reasoning_content'] is defined -%}
+      {{- '<think>' + message['reasoning_content'] -}}
+    {%- endif -%}
+    {{- '</think>' + (message['content'] or '') -}}
+    {%- if message['tool_calls'] -%}
+      {{- '\n\n' + begin + 'tool_calls>\n' -}}
+      {%- for tool in message['tool_calls'] -%}
+        {%- set args = tool['function']['arguments'] -%}
+        {%- if args is string -%}{%- set args = args | from_json -%}{%- endif -%}
+        {{- begin + 'invoke name="' + tool['function']['name'] + '">\n' -}}
+        {%- for key, val in args.items() -%}
+          {{- begin + 'parameter name="' + key + '" string="' -}}
+          {{- 'true">' + val if val is string else 'false">' + (val | tojson) -}}
+          {{- end + 'parameter>\n' -}}
+        {%- endfor -%}
+        {{- end + 'invoke>\n' -}}
+      {%- endfor -%}
+      {{- end + 'tool_calls>' -}}
+    {%- endif -%}
+    {{- '<｜end▁of▁sentence｜>' -}}
+  {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+  {{- '<｜Assistant｜>' + ('<think>' if thinking else '</think>') -}}
+{%- endif -%}
+"""
+
+MISTRAL3 = """
+{#- Text, or blocks of text and thinking. #}
+{{- bos_token }}
+{%- if messages[0]['role'] == 'system' %}
+    {{- '[SYSTEM_PROMPT]' + messages[0]['content'] + '[/SYSTEM_PROMPT]' -}}
+    {%- set rest = messages[1:] %}
+{%- else %}{%- set rest = messages %}{%- endif %}
+{%- if tools is defined and tools is not none and tools|length > 0 %}
+    {{- '[AVAILABLE_TOOLS]' + (tools| tojson) + '[/AVAILABLE_TOOLS]' }}
+{%- endif %}
+{%- for message in rest %}
+    {%- if message['role'] == 'user' %}{{- '[INST]' + message['content'] + '[/INST]' }}
+    {%- elif message['role'] == 'assistant' %}
+        {%- if message['content'] is string and message['content'] != '' %}
+            {{- message['content'] }}
+        {%- elif message['content'] | length > 0 %}
+            {%- for block in message['content'] %}
+                {{- block['text'] if block['type'] == 'text'
+                    else '[THINK]' + block['thinking'] + '[/THINK]' }}
+            {%- endfor %}
+        {%- endif %}
+        {%- for tool in message['tool_calls'] or [] %}
+            {%- set arguments = tool['function']['arguments'] %}
+            {%- if arguments is not string %}
+                {%- set arguments = arguments|tojson|safe %}
+            {%- endif %}
+            {{- '[TOOL_CALLS]' + tool['function']['name'] + '[ARGS]' + arguments }}
+        {%- endfor %}
+        {{- eos_token }}
+    {%- elif message['role'] == 'tool' %}
+        {{- '[TOOL_RESULTS]' + message['content']|string + '[/TOOL_RESULTS]' }}
+    {%- else %}{{- raise_exception('The role is ' + message['role'] + '.') }}{%- endif %}
+{%- endfor %}
+"""

@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from moeinf.runtime.text.answer_parser import Speech
 from moeinf.runtime.text.chat_template import TemplateWorker
+from moeinf.runtime.text.offered_tools import Call
 from moeinf.runtime.text.tool_calls import format_of, knows_tools
 from tests.runtime.text.long_templates import GEMMA, KIMI
-from tests.runtime.text.recent_templates import GRANITE4, NEMOTRON
+from tests.runtime.text.more_templates import DEEPSEEK3, DOTS, LFM2, MINIMAX, SOLAR
+from tests.runtime.text.recent_templates import DEEPSEEK4, GRANITE4, MISTRAL3, NEMOTRON
 
 CHATML = """
 {%- if tools %}
@@ -237,6 +240,13 @@ TEMPLATES = {  # with the families that use such constructs
     "nemotron": NEMOTRON,
     "roles": ROLES,  # OLMoE, Phi
     "kimi": KIMI,
+    "deepseek 4": DEEPSEEK4,
+    "mistral 3": MISTRAL3,  # and Mistral Small 4
+    "minimax": MINIMAX,
+    "lfm2": LFM2,
+    "solar": SOLAR,
+    "dots": DOTS,  # and Hunyuan
+    "deepseek 3": DEEPSEEK3,
 }
 ASK = {"role": "user", "content": "What is <2 & 'é'> \U0001f642?\n"}
 SYSTEM = {"role": "system", "content": "Be kind."}
@@ -269,17 +279,49 @@ VARIABLES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("template", "opening"), [(NEMOTRON, "<function="), (GRANITE4, None)])
-def test_their_tool_calls_are_known(template: str, opening: str | None) -> None:
+@pytest.mark.parametrize(
+    ("template", "opening", "bare"),
+    [
+        (NEMOTRON, "<tool_call>", "<function="),
+        (GRANITE4, "<tool_call>", None),
+        (DEEPSEEK4, "<｜DSML｜tool_calls>", None),
+        (MISTRAL3, "[TOOL_CALLS]", None),
+    ],
+)
+def test_their_tool_calls_are_known(template: str, opening: str, bare: str | None) -> None:
     assert knows_tools(template)
     form = format_of(template)
     assert form is not None
-    assert form.open == "<tool_call>"
-    assert (form.bare and form.bare.open) == opening
+    assert form.open == opening
+    assert (form.bare and form.bare.open) == bare
+
+
+@pytest.mark.parametrize("template", [DEEPSEEK4, MISTRAL3, GLM, NEMOTRON, MINIMAX, SOLAR], ids=len)
+@pytest.mark.parametrize("size", [1, 1000])
+def test_a_rendered_call_is_parsed_again(template: str, size: int) -> None:
+    """A template writes a call as its model learned to write it."""
+    arguments = {"a": [1, {"ü": None}], "note": 'a "b"\n<c>'}
+    call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
+    answer: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [call]}
+    worker, tokens = TemplateWorker(template), {"bos_token": "<s>", "eos_token": ""}
+    try:
+        before, after = (
+            worker.render([ASK, *more], tools=TOOLS, **tokens) for more in ([], [answer])
+        )
+    finally:
+        worker.close()
+    speech, text = Speech(template, before, TOOLS), after.removeprefix(before)
+    heard = [part for at in range(0, len(text), size) for part in speech.add(text[at : at + size])]
+    assert Call("add", arguments) in [*heard, *speech.rest()]
 
 
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
 def test_the_same_text_as_transformers(template: str) -> None:
+    renders_as_transformers(template)
+
+
+def renders_as_transformers(template: str) -> None:
+    """Assert the same text for several chats, with tools and without."""
     tokens = {"bos_token": "<s>", "eos_token": "</s>"}
     worker = TemplateWorker(template)
     try:

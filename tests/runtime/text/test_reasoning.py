@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from moeinf.runtime.text.reasoning import HarmonyParser, Parser, ThinkParser, parser_for
+from moeinf.runtime.text.reasoning import (
+    HarmonyParser,
+    Parser,
+    ThinkParser,
+    marks_of,
+    parser_for,
+    thinks,
+)
 
 
 def parse(parser: Parser, pieces: list[str]) -> list[tuple[str, str]]:
@@ -86,6 +93,16 @@ def test_line_ends_before_thinking_and_answer_are_neither(
     assert parse(parser_for("a model that does not think", prompt), ["\nYes"]) == [
         ("answer", "\nYes")
     ]
+
+
+def test_marks_of_mistral() -> None:
+    template = "[THINK]{{ thinking }}[/THINK]"
+    assert thinks(template)
+    assert marks_of(template) == ("[THINK]", "[/THINK]")
+    thought = [("thinking", "a<b [THINK]"), ("answer", "c [/THINK]")]
+    text = "a<b [THINK][/THINK]c [/THINK]"
+    assert parse(parser_for(template, "[/INST]"), list("[THINK]" + text)) == thought
+    assert parse(parser_for(template, "[/INST][THINK]"), list(text)) == thought
 
 
 def test_which_parser() -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from moeinf.runtime.text.answer_parser import Speech
 from moeinf.runtime.text.tool_calls import knows_tools
 from moeinf.runtime.text.tool_values import load_json
+from tests.runtime.text.recent_call_texts import RECENT
 from tests.runtime.text.tool_call_texts import (
     ALL_TEMPLATES,
     CASES,
@@ -21,8 +22,10 @@ from tests.runtime.text.tool_call_texts import (
     LFM2,
     MINIMAX,
     MISTRAL,
+    MISTRAL_NAMED,
     SOLAR,
     TAGS,
+    V4,
     answer,
     hermes,
 )
@@ -62,7 +65,7 @@ def hear(template: str, text: str, size: int = 1000, tools: Any = TOOLS) -> list
     return said
 
 
-@pytest.mark.parametrize(("template", "text", "expected"), CASES)
+@pytest.mark.parametrize(("template", "text", "expected"), [*CASES, *RECENT])
 @pytest.mark.parametrize("size", [1, 3, 7, 1000])
 def test_calls_however_the_text_is_cut(
     template: str, text: str, expected: list[Any] | None, size: int
@@ -93,11 +96,15 @@ def test_without_tools_marks_are_text() -> None:
              "[now()", "]", "<|tool_call_end|>", "<|tool_call>", "<tool_call|>", "call:add{",
              "<|channel>", "<channel|>", '<|"|>', "<|think|>", "<|content|>", "<|end|>",
              "<|tool_calls|>", "<|calls|>", "<|tool_call:begin|>", "<|tool_call:name|>now",
-             "<|tool_call:args|>{}", "<|tool_call:end|>"]
+             "<|tool_call:args|>{}", "<|tool_call:end|>", "now[ARGS]", "[THINK]", "[/THINK]",
+             "<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>", '<｜DSML｜invoke name="now">',
+             "</｜DSML｜invoke>"]
         ),
         max_size=30,
     ),
-    st.sampled_from([TAGS, CODER, MISTRAL, HARMONY, MINIMAX, KIMI, LFM2, GEMMA, SOLAR]),
+    st.sampled_from(
+        [TAGS, CODER, MISTRAL, MISTRAL_NAMED, HARMONY, MINIMAX, KIMI, LFM2, GEMMA, SOLAR, V4]
+    ),
     st.integers(1, 9),
 )  # fmt: skip
 def test_any_text_is_heard_the_same_in_pieces(words: list[str], template: str, size: int) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from moeinf.runtime.text.answer_parser import Speech
 from moeinf.runtime.text.chat_template import TemplateWorker
-from moeinf.runtime.text.tool_calls import Call
+from moeinf.runtime.text.offered_tools import Call
 from moeinf.runtime.text.tool_values import load_value
 
 # The formats of Qwen3-Coder (with `sequence`: Qwen3.5) and GLM-4.5 for an earlier call.

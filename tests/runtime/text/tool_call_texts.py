@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from moeinf.runtime.text.tool_calls import Call
+from moeinf.runtime.text.offered_tools import Call
 
 TAGS = "{% if tools %}<tool_call>{% endif %}"
 CODER = "{% if tools %}<tool_call><function=NAME>{% endif %}"
 MISTRAL = "{% if tools %}[TOOL_CALLS]{% endif %}"
+MISTRAL_NAMED = "{% if tools %}[TOOL_CALLS]{{ name }}[ARGS]{% endif %}[THINK]x[/THINK]"
 GRANITE = "{%- if tools %}<|tool_call|>{% endif %}"
 DEEPSEEK = "{% for tool in tools %}<｜tool▁calls▁begin｜>{% endfor %}"
 GEMMA = "{% if tools %}<|tool_call>{% endif %}<|channel>thought\n<channel|>"
 V32 = "{% set mark = '｜DSML｜' %}{% if tools %}<{{ mark }}function_calls>{% endif %}"
+V4 = "{% set mark = '｜DSML｜' %}{% if tools %}<{{ mark }}tool_calls>{% endif %}<think></think>"
 HARMONY = "{% if tools %}<|channel|>x<|message|>{% endif %}"
 MINIMAX = "{%- if tools -%}<minimax:tool_call>{% endif %}"
 KIMI = "{%- if tools -%}x{% endif %}<|tool_calls_section_begin|>"
@@ -23,8 +25,8 @@ LFM2_5 = "{%- if tools -%}x{% endif %}<|tool_call_start|>"
 
 
 ALL_TEMPLATES = [
-    TAGS, CODER, MISTRAL, GRANITE, DEEPSEEK, HARMONY, MINIMAX, KIMI, LFM2, LFM2_5, GEMMA,
-    V32, SOLAR,
+    TAGS, CODER, MISTRAL, MISTRAL_NAMED, GRANITE, DEEPSEEK, HARMONY, MINIMAX, KIMI, LFM2, LFM2_5,
+    GEMMA, V32, V4, SOLAR,
 ]  # fmt: skip
 
 
@@ -191,6 +193,26 @@ CASES: list[tuple[str, str, list[Any]]] = [
     # one mark, then JSON to the end
     (MISTRAL, '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}, "id": "1"}]', [ADD]),
     (MISTRAL, "[TOOL_CALLS] are marks", [answer("[TOOL_CALLS] are marks")]),
+    # Mistral's newer one: a mark and a name before each
+    (
+        MISTRAL_NAMED,
+        '[THINK]hm[/THINK]Yes.[TOOL_CALLS]add[ARGS]{"a": 1, "note": "[TOOL_CALLS]now[ARGS]{}"}'
+        "[TOOL_CALLS]now[ARGS]{}",
+        [
+            ("thinking", "hm"),
+            answer("Yes."),
+            Call("add", {"a": 1, "note": "[TOOL_CALLS]now[ARGS]{}"}),
+            Call("now", {}),
+        ],
+    ),
+    (MISTRAL_NAMED, '[TOOL_CALLS]add[CALL_ID]a1b2c3d4e[ARGS]{"a": 1}', [ADD]),
+    (MISTRAL_NAMED, '[TOOL_CALLS]add[ARGS]{"a": 1} and', None),
+    (MISTRAL_NAMED, '[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]', None),
+    (MISTRAL_NAMED, '[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]rm[ARGS]{}', None),
+    (MISTRAL_NAMED, '[TOOL_CALLS]add[ARGS]{"a": ', None),
+    (MISTRAL_NAMED, "[TOOL_CALLS]add[ARGS]", None),
+    (MISTRAL_NAMED, '[TOOL_CALLS]add[ARGS]{"a": NaN}', None),
+    (MISTRAL_NAMED, f"[TOOL_CALLS]add[ARGS]{'[' * 100_000}", None),
     (
         GRANITE,
         '<|tool_call|>[{"name":"add","arguments":{"a":1}},{"name":"now","arguments":{}}]',
@@ -298,6 +320,20 @@ CASES: list[tuple[str, str, list[Any]]] = [
     (V32, dsml("add", ("a", "maybe", "1")), None),
     (V32, dsml("add").replace("</｜DSML｜invoke>", ""), None),
     (V32, "<｜DSML｜function_calls>", None),
+    # DeepSeek-V4: the same with another mark
+    (
+        V4,
+        "<think>hm</think>Yes.\n\n"
+        + dsml("add", ("note", "true", f"{DSML_END}"), ("b", "false", "-2.5")).replace(
+            "function_calls", "tool_calls"
+        ),
+        [
+            ("thinking", "hm"),
+            answer("Yes."),
+            Call("add", {"note": "</｜DSML｜tool_calls>", "b": -2.5}),
+        ],
+    ),
+    (V4, dsml("now"), [answer(dsml("now"))]),  # V3.2's mark
     # harmony
     (
         HARMONY,
@@ -312,67 +348,4 @@ CASES: list[tuple[str, str, list[Any]]] = [
         [Call("now", {}), answer("Done to=functions.now")],
     ),
     (HARMONY, "<|channel|>commentary to=functions.rm<|message|>{}", [answer("{}")]),
-    # MiniMax-M2
-    (
-        MINIMAX,
-        'Add.\n<minimax:tool_call>\n<invoke name="add">\n<parameter name="a">12</parameter>\n'
-        '<parameter name="note">12\n</parameter>\n<parameter name="list">["x"]</parameter>\n'
-        '</invoke>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>',
-        [answer("Add."), Call("add", {"a": 12, "note": "12\n", "list": ["x"]}), Call("now", {})],
-    ),
-    (
-        MINIMAX,
-        '<minimax:tool_call><invoke name="add"><parameter name="note"></minimax:tool_call>'
-        "</invoke> b</parameter></invoke></minimax:tool_call>",
-        [Call("add", {"note": "</minimax:tool_call></invoke> b"})],
-    ),
-    (MINIMAX, '<minimax:tool_call><invoke name="rm"></invoke></minimax:tool_call>', None),
-    (MINIMAX, '<minimax:tool_call><invoke name="now">x</invoke></minimax:tool_call>', None),
-    (MINIMAX, "<minimax:tool_call>x</minimax:tool_call>", None),
-    (MINIMAX, '<minimax:tool_call><invoke name="now', None),
-    # Kimi-K2
-    (
-        KIMI,
-        "Add.<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0"
-        '<|tool_call_argument_begin|>{"note": "<|tool_call_end|>"}<|tool_call_end|>'
-        "<|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
-        "<|tool_calls_section_end|>",
-        [answer("Add."), Call("add", {"note": "<|tool_call_end|>"}), Call("now", {})],
-    ),
-    (
-        KIMI,
-        "<|tool_calls_section_begin|><|tool_call_begin|>add<|tool_call_argument_begin|>"
-        '{"a": 1}',  # the answer ends within the section
-        [ADD],
-    ),
-    (
-        KIMI,
-        "<|tool_calls_section_begin|><|tool_call_begin|>functions.rm:0<|tool_call_argument_begin|>"
-        "{}<|tool_call_end|><|tool_calls_section_end|>",
-        None,
-    ),
-    (KIMI, "<|tool_calls_section_begin|><|tool_calls_section_end|>", None),
-    # LFM2
-    (
-        LFM2,
-        "<|tool_call_start|>[add(a=1, b=-2.5, note='it\\'s', list=[\"x\", {'y': None}]), now()]"
-        "<|tool_call_end|>Adding.",
-        [
-            Call("add", {"a": 1, "b": -2.5, "note": "it's", "list": ["x", {"y": None}]}),
-            Call("now", {}),
-            answer("Adding."),
-        ],
-    ),
-    (
-        LFM2_5,
-        "<|tool_call_start|>[add(note='<|tool_call_end|>, a=2)', maybe=true)]<|tool_call_end|>",
-        [Call("add", {"note": "<|tool_call_end|>, a=2)", "maybe": True})],
-    ),
-    (LFM2, "<|tool_call_start|>[rm(a=1)]<|tool_call_end|>", None),
-    (LFM2, "<|tool_call_start|>[add(1)]<|tool_call_end|>", None),
-    (LFM2, "<|tool_call_start|>[add(a=1,)]<|tool_call_end|>", None),
-    (LFM2, "<|tool_call_start|>[add(a=1) now()]<|tool_call_end|>", None),
-    (LFM2, "<|tool_call_start|>[add(a=open('x'))]<|tool_call_end|>", None),
-    (LFM2, f"<|tool_call_start|>[add(list={'[' * 100_000}", None),
-    (LFM2, "<|tool_call_start|>[]<|tool_call_end|>", None),
 ]

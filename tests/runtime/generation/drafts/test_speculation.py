@@ -20,10 +20,10 @@ from moeinf.runtime.generation.events import Ended, Event, Failed, Piece, Reques
 from moeinf.runtime.generation.group_gate import GroupGate
 from moeinf.runtime.generation.scheduler import Scheduler
 from moeinf.runtime.library.library import Library
+from moeinf.runtime.ollama_options import read_options
 from moeinf.runtime.requests import Limits, SamplingOptions
 from moeinf.runtime.sampling.grammar import json_of
 from moeinf.runtime.sizes import parse_memory
-from moeinf.server.api.ollama_options import sampling
 from scripts.make_checkpoint import byte_tokenizer
 from tests.conftest import Open, endless, pull
 from tests.tiny import save_tiny
@@ -240,7 +240,7 @@ def test_every_length_and_what_the_state_keeps(plain: Engine, engine: Engine) ->
 
 @pytest.mark.parametrize("most", [0, 1, 4])
 def test_a_request_that_limits_its_drafts(most: int, plain: Engine, engine: Engine) -> None:
-    _, limits = sampling({"draft_num_predict": most, "num_predict": ANSWER})
+    limits = read_options({"draft_num_predict": most, "num_predict": ANSWER}).limits
     passes, check = list[int](), engine.check
 
     def counted(state: Any, ids: list[int], accept: Any) -> None:

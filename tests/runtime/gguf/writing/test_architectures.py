@@ -15,7 +15,7 @@ from moeinf.models.layers.rope import attention_factor, inverse_frequencies, par
 from moeinf.runtime.gguf.checkpoint import open_gguf
 from moeinf.runtime.gguf.writing.architectures import written
 from moeinf.runtime.gguf.writing.description import CannotExport, Written
-from tests.exported import FAMILIES, checkpoint, exported
+from tests.exported import FAMILIES, STREAMS, checkpoint, exported
 from tests.tiny import tiny_config
 from tests.tiny_configs import TINY
 from tests.tiny_families import YARN, Tiny, deepseek, gpt_oss, mixtral, olmoe, qwen2, qwen3
@@ -91,6 +91,16 @@ REFUSED: list[tuple[Tiny, str]] = [
     (TINY["phimoe"], "attention_bias = false"),
     (FAMILIES["phimoe"].but(router_jitter_noise=0.2), "router_jitter_noise"),
     (TINY["qwen3.5"], "linear_value_head_dim"),
+    (TINY["qwen4"], "output_gate_type = silu"),
+    (STREAMS["qwen4"].but(norm_topk_prob=False), "norm_topk_prob = false"),
+    (STREAMS["qwen4"].but(ple_layer_ids=[1, 2]), "more than one of ple_layer_ids"),
+    (STREAMS["qwen4"].but(ple_embed_dim=20), "ple_embed_dim"),
+    (TINY["deepseek-v4"], "compress_rates"),
+    (STREAMS["deepseek-v4"].but(hc_mult=3), "hc_mult = 3"),
+    (STREAMS["deepseek-v4"].but(mlp_layer_types=["moe", "hash_moe", "moe", "moe"]), "hash_moe"),
+    (TINY["glm5-next"], "linear_num_heads"),
+    (STREAMS["glm5-next"].but(index_kpool=1), "index_kpool = 1"),
+    (STREAMS["glm5-next"].but(hc_mult=1), "hc_mult = 1"),
 ]
 
 

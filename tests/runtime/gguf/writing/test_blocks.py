@@ -12,7 +12,7 @@ from torch import Tensor
 from moeinf.native import BLOCK_ROWS
 from moeinf.offload.format.quantise import dequantise, quantise
 from moeinf.offload.format.retile import retile
-from moeinf.runtime.checkpoints.fused_experts import tile_blocks, widen_blocks
+from moeinf.runtime.checkpoints.quantised.fused_experts import tile_blocks, widen_blocks
 from moeinf.runtime.gguf.writing.blocks import encode_rows, factors_of, kind_of
 from moeinf.runtime.gguf.writing.writer import Kind
 

@@ -42,6 +42,8 @@ TINIES: dict[str, Tiny] = {
             "glm-dsa",
             "gemma4",
             "gemma4-all-experts",
+            "kimi-k2",
+            "kimi-k25",
         )
     },
     "dots1": TINY["dots1-all-experts"].but(num_key_value_heads=4),

@@ -1,0 +1,1 @@
+"""Read the quantised formats of published weights."""

@@ -1,0 +1,1 @@
+"""Files that are read, replaced and kept safely."""

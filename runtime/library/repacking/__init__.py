@@ -1,0 +1,1 @@
+"""Make a model from a checkpoint: its formats, shards and manifest."""
