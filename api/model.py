@@ -6,8 +6,8 @@ import logging
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import contextmanager, suppress
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -146,13 +146,14 @@ class Model:
         """End this thread's answers and those of tasks, wait for others, release the memory."""
         if self._talk is None:
             return
-        for later in self._later:
+        for later in list(self._later):
             later.stop()
         if self._executor is not None:
             self._executor.shutdown()
         if self._owner == threading.get_ident():
-            for stream in self._streams:
-                stream.close()
+            for stream in list(self._streams):
+                with suppress(ValueError):  # another thread waits in it for its turn
+                    stream.close()
         with self._alone():
             self._talk = None  # the KV cache goes first
             self.engine.close()
@@ -216,6 +217,7 @@ class Model:
 
     def async_stream(self, prompt: str | Sequence[Said], **options: Any) -> AsyncStream:
         """Answer as `stream` does, for `async for`."""
+        _ = self.conversation  # raises once it is closed: its executor has ended
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, "moeinf")
         stop = threading.Event()
@@ -309,13 +311,12 @@ class _Question:
             raise InvalidValue("raw: messages have a template; give a text")
         if not said or said[-1].role != "user" or any(m.role == "system" for m in said):
             raise InvalidValue("messages: the last must be the user's, and only the first system's")
+        if max_tokens is not None and max_tokens < 0:
+            raise InvalidValue(f"max_tokens must be at least 0, got {max_tokens}")
         self._earlier, self._text = said[:-1], said[-1].content
         self._system, self._raw, self._think, self._form = system, raw, think, format
         self._limits = Limits(max_tokens, (stop,) if isinstance(stop, str) else tuple(stop))
-        try:
-            self._sampling = SamplingOptions(**(sampling or {}))
-        except TypeError as error:
-            raise InvalidValue(f"unknown option: {error}") from None
+        self._sampling = SamplingOptions(**(sampling or {}))
 
     def put_to(self, talk: Conversation, stopped: Callable[[], bool]) -> Generation:
         """Prepare the answer. The conversation keeps nothing of what it was asked before."""
@@ -327,18 +328,24 @@ class _Question:
 
 
 _OPTIONS = ("system", "raw", "think", "format", "max_tokens", "stop")
+_SAMPLING = tuple(field.name for field in fields(SamplingOptions))
 
 
 def _question(prompt: str | Sequence[Said], options: Mapping[str, Any]) -> _Question:
     ways = {name: value for name, value in options.items() if name in _OPTIONS}
     rest = {name: value for name, value in options.items() if name not in _OPTIONS}
+    for name in rest:
+        if name not in _SAMPLING:
+            known = ", ".join((*_OPTIONS, *_SAMPLING))
+            raise InvalidValue(f"{name} is not an option (expected {known})")
     return _Question(prompt, **ways, sampling=rest)
 
 
 def _message(said: Said) -> Message:
     if isinstance(said, Message):
         return said
-    role, content = said.get("role"), said.get("content")
+    about = said if isinstance(said, Mapping) else {}
+    role, content = about.get("role"), about.get("content")
     if role not in ("system", "user", "assistant") or not isinstance(content, str):
         raise InvalidValue("messages: each needs a role (system, user or assistant) and a content")
     return Message(role, content)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import re
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
+from weakref import WeakSet
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -15,8 +17,18 @@ from starlette.middleware.cors import CORSMiddleware
 
 from moeinf.errors import MoeinfError
 from moeinf.runtime.config import EngineConfig, ServerSettings, Settings
-from moeinf.server.api import embeddings, memory_api, ollama_api, openai_api, pull_api
+from moeinf.runtime.library.blobs import Blobs
+from moeinf.server import page
+from moeinf.server.api import embeddings, experts_api, memory_api, ollama_api, openai_api
 from moeinf.server.api.answers import BadRequest, noted
+from moeinf.server.api.library import (
+    blobs_api,
+    create_api,
+    plan_api,
+    pull_api,
+    simulate_api,
+    verify_api,
+)
 from moeinf.server.api.messages import answer as messages_answer
 from moeinf.server.api.messages import messages_api
 from moeinf.server.api.responses import responses_api
@@ -28,18 +40,21 @@ from moeinf.server.http.request_log import RequestLog
 from moeinf.server.http.security import Guard
 from moeinf.server.metrics import Metrics
 
+_EXPIRE_EVERY_S = 60.0
+_NOT_FIELDS = ("body", "str", "int", "float", "bool")
+_FIELD = re.compile("[a-z0-9_]+")  # others are of forms: list[InputItem], literal['none','auto']
+
 # The application's own endpoints, which belong to neither API.
 router = APIRouter()
 
 
 @router.get("/", response_class=PlainTextResponse)
-def root() -> str:
-    return "moeinf is running"
-
-
 @router.head("/", include_in_schema=False)
-def alive() -> Response:
-    return Response()
+def root(request: Request) -> Response:
+    """Return the page to a browser, and a line of text to everyone else."""
+    if page.wanted(request):
+        return page.answer(page.INDEX, request)
+    return PlainTextResponse("moeinf is running", headers={"Vary": "Accept"})
 
 
 @router.get("/health")
@@ -72,11 +87,13 @@ def create_app(
 
     @asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
-        keeper = asyncio.create_task(app.state.host.run())
+        keepers = [asyncio.create_task(app.state.host.run()), asyncio.create_task(_expire(app))]
         yield
-        keeper.cancel()
-        with suppress(asyncio.CancelledError):
-            await keeper
+        for keeper in keepers:
+            keeper.cancel()
+        for keeper in keepers:
+            with suppress(asyncio.CancelledError):
+                await keeper
 
     app = FastAPI(
         title="moeinf",
@@ -88,7 +105,12 @@ def create_app(
     app.state.host = Host(settings, server, config, say)
     app.state.metrics = Metrics(lambda: app.state.host.loaded())
     app.state.settings = settings
+    app.state.config = config
+    app.state.curves = None
+    app.state.expert_streams = WeakSet()
     app.state.responses = ResponseStore()
+    app.state.blobs = Blobs(settings.home / "blobs")
+    app.state.uploads = set()
     app.state.context_shift = server.context_shift
     for routes in (
         ollama_api,
@@ -97,19 +119,33 @@ def create_app(
         responses_api,
         embeddings,
         pull_api,
+        create_api,
+        blobs_api,
+        verify_api,
+        plan_api,
+        simulate_api,
         memory_api,
+        experts_api,
     ):
         app.include_router(routes.router)
     app.include_router(router)
+    app.include_router(page.router)
     _word_errors(app, settings)
     # Each layer wraps those before it. The Guard has refused every origin that is not allowed.
     app.add_middleware(
         CORSMiddleware, allow_origin_regex=".*", allow_methods=["*"], allow_headers=["*"]
     )
-    app.add_middleware(Guard, settings=server, document=_document)
+    app.add_middleware(Guard, settings=server, document=document_of)
     if server.verbose:
         app.add_middleware(RequestLog, say=say)
     return app
+
+
+async def _expire(app: FastAPI) -> None:
+    """Remove uploads that nothing has used in time."""
+    while True:
+        await asyncio.to_thread(app.state.blobs.remove_expired)
+        await asyncio.sleep(_EXPIRE_EVERY_S)
 
 
 def _word_errors(app: FastAPI, settings: Settings) -> None:
@@ -117,9 +153,8 @@ def _word_errors(app: FastAPI, settings: Settings) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def refuse(request: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
-        names = [str(part) for part in first["loc"] if part != "body"]
-        words = f"{'.'.join(names)}: {first['msg']}" if names else first["msg"]
+        names, words = invalid_field(error.errors())
+        words = f"{'.'.join(names)}: {words}" if names else words
         return _told(request, BadRequest(words, names[0] if names else None))
 
     @app.exception_handler(Refusal)
@@ -139,6 +174,26 @@ def _word_errors(app: FastAPI, settings: Settings) -> None:
     app.add_exception_handler(Exception, tell)
 
 
+def invalid_field(errors: Sequence[Mapping[str, Any]]) -> tuple[list[str], str]:
+    """Return the path of an invalid field and what is wrong with it, from pydantic's errors.
+
+    A field that may have several forms gives errors for each of them. The form that fits furthest
+    is the one that the client meant.
+    """
+    paths = [_path(error["loc"]) for error in errors]
+    whole = [path for path in paths if path[: len(paths[0])] == paths[0]]
+    longest = max(whole, key=len)
+    error = errors[paths.index(longest)]
+    is_object = error["type"] in ("model_type", "model_attributes_type")
+    return longest, "Input should be an object" if is_object else error["msg"]
+
+
+def _path(location: Sequence[str | int]) -> list[str]:
+    """Return the names and places of a location, without pydantic's names of forms."""
+    names = (part for part in location if isinstance(part, int) or part not in _NOT_FIELDS)
+    return [str(part) for part in names if isinstance(part, int) or _FIELD.fullmatch(part)]
+
+
 def _refused(request: Request, error: HTTPException) -> MoeinfError:
     """Return the error itself if it is ours, else the refusal that matches its status."""
     if isinstance(error, Refusal):
@@ -150,10 +205,10 @@ def _refused(request: Request, error: HTTPException) -> MoeinfError:
 
 
 def _told(request: Request, error: MoeinfError) -> JSONResponse:
-    return Answer(_document(request.url.path, error), error.http_status)
+    return Answer(document_of(request.url.path, error), error.http_status)
 
 
-def _document(path: str, error: MoeinfError) -> dict[str, Any]:
+def document_of(path: str, error: MoeinfError) -> dict[str, Any]:
     """Return an error in the form of the API that the path belongs to."""
     if path == "/v1/messages" or path.startswith("/v1/messages/"):
         return messages_answer.error_document(error)

@@ -131,15 +131,16 @@ def make_server(
     config: EngineConfig,
     tell: Callable[[str], None] = lambda _: None,
     unused_s: float = math.inf,
+    app: Any = None,
 ) -> uvicorn.Server:
     """Build a server that does not run yet. Port 0 means any free port.
 
-    tell: see Host. unused_s: see _Server.
+    tell: see Host. unused_s: see _Server. app: the application; None: one with engines.
     """
     keep_heap_small()  # before the first thread starts
     return _Server(
         uvicorn.Config(
-            create_app(settings, server, config, tell),
+            app or create_app(settings, server, config, tell),
             host=server.host,
             port=server.port,
             http=Deadlines,
@@ -163,10 +164,12 @@ def run_server(
     listening: Callable[[str], None],
     tell: Callable[[str], None],
     unused_s: float = math.inf,
+    app: Any = None,
 ) -> None:
     """Serve until SIGINT or SIGTERM, or until unused for `unused_s`. Raises CannotListen.
 
-    listening: receives the address. tell: receives the choices and problems of engines.
+    listening: receives the address. tell: receives the choices and problems of engines. app: see
+    make_server.
     """
     family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
     with socket.socket(family) as sock:
@@ -178,7 +181,7 @@ def run_server(
             raise CannotListen(f"cannot listen on {where}: {problem(error)}") from error
         sock.listen()  # connections wait from now on, and are not refused
         listening(_address(*sock.getsockname()[:2]))
-        running = make_server(settings, server, config, tell, unused_s)
+        running = make_server(settings, server, config, tell, unused_s, app)
         try:
             running.run(sockets=[sock])
         finally:

@@ -6,7 +6,14 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,8 +31,9 @@ from moeinf.runtime.generation.events import (
 from moeinf.runtime.generation.prompts import Message, chat_prompt, text_prompt
 from moeinf.runtime.generation.turns import latest_turns
 from moeinf.runtime.text.answer_parser import Said, Speech
+from moeinf.runtime.text.offered_tools import Call, Tool
 from moeinf.runtime.text.reasoning import thinks
-from moeinf.runtime.text.tool_calls import Call, Tool, format_of, knows_tools
+from moeinf.runtime.text.tool_calls import format_of, knows_tools
 from moeinf.server.api.answers import BadRequest, events
 from moeinf.server.api.prompts import refuse_sources
 from moeinf.server.engines.jobs import Job
@@ -227,6 +235,24 @@ async def heard(
     if rest:
         yield Heard(rest)
     yield event
+
+
+def experts_since(loaded: Loaded) -> Callable[[], dict[str, int]]:
+    """Return what tells the uses of experts from now on, those of other requests included."""
+    engine = loaded.worker.engine
+    if engine is None:
+        return dict
+    before = engine.store.stats.copy()
+
+    def told() -> dict[str, int]:
+        since = engine.store.stats.since(before)
+        return {
+            "expert_uses": since.decode_events + since.prefill_events,
+            "expert_hits": since.decode_hits + since.prefill_hits,
+            "expert_bytes_read": since.bytes_read,
+        }
+
+    return told
 
 
 def progress_of(event: Reading) -> dict[str, int]:

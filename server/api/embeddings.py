@@ -21,10 +21,10 @@ from moeinf.runtime.config import parse_duration
 from moeinf.runtime.generation.events import Ended, Failed, Vector
 from moeinf.runtime.requests import Limits, SamplingOptions
 from moeinf.server.api.answers import BadRequest, events
-from moeinf.server.api.bounds import Inputs, Tokens
-from moeinf.server.api.ollama_options import context_of, sampling
-from moeinf.server.api.optional_fields import Said
-from moeinf.server.api.other_fields import Lenient
+from moeinf.server.api.fields.bounds import Inputs, Tokens
+from moeinf.server.api.fields.optional import Said
+from moeinf.server.api.fields.other import Lenient
+from moeinf.server.api.ollama_options import read_options
 from moeinf.server.api.prompts import embedding_prompt
 from moeinf.server.engines.jobs import Job
 from moeinf.server.engines.model_manager import Host, Loaded
@@ -132,10 +132,10 @@ def _answer(about: dict[str, Any], name: str, items: Iterable[Any]) -> Response:
 async def _model(asked: OllamaRequest | OldOllamaRequest, request: Request) -> Loaded:
     """Load the model. Options of generation have no effect, but invalid ones fail."""
     host: Host = request.app.state.host
-    sampling(asked.options)
+    options = read_options(asked.options)
     notes_of(request).ignore(asked.options)
     keep_alive = None if asked.keep_alive is None else parse_duration(asked.keep_alive)
-    loaded = await host.model(asked.model, keep_alive, context_of(asked.options))
+    loaded = await host.model(asked.model, keep_alive, options.context)
     if isinstance(asked, OllamaRequest):
         _check_length(loaded, asked.dimensions)
     return loaded

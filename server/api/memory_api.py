@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 
 from moeinf.runtime.sizes import parse_memory_or_auto
 from moeinf.server.api.answers import BadRequest
-from moeinf.server.api.optional_fields import Said
+from moeinf.server.api.fields.optional import Said
 from moeinf.server.engines.model_manager import Host
 from moeinf.server.http.bodies import JsonRoute
 

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import msgspec
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
@@ -16,26 +17,30 @@ from pydantic import BaseModel, ConfigDict, Field
 from moeinf.errors import MoeinfError
 from moeinf.runtime.config import Settings, parse_duration
 from moeinf.runtime.generation.events import Ended, Failed, Reading
+from moeinf.runtime.hub.aliases import licence_of
+from moeinf.runtime.library.defaults import Defaults
 from moeinf.runtime.library.manifest import Manifest
+from moeinf.runtime.library.modelfile import modelfile_of, parameters_text
 from moeinf.runtime.sampling.grammar import json_of
 from moeinf.runtime.text.reasoning import thinks
 from moeinf.runtime.text.tool_calls import knows_tools
 from moeinf.runtime.version import version
 from moeinf.server.api.answers import BadRequest, events, noted, words_of
-from moeinf.server.api.bounds import Few, Listed, Tokens
 from moeinf.server.api.chat_turn import (
     Chat,
     Heard,
     Reply,
     Text,
     called_ollama,
+    experts_since,
     heard,
     progress_of,
 )
+from moeinf.server.api.fields.bounds import Few, Listed, Tokens
+from moeinf.server.api.fields.optional import Said
 from moeinf.server.api.logprobs import token_words
-from moeinf.server.api.ollama_options import context_of, sampling, without_effect
+from moeinf.server.api.ollama_options import read_options, without_effect
 from moeinf.server.api.openai_format import lossy_of
-from moeinf.server.api.optional_fields import Said
 from moeinf.server.api.prompts import MessageExtras
 from moeinf.server.engines.jobs import Job
 from moeinf.server.engines.model_manager import Host, Loaded
@@ -152,21 +157,23 @@ async def _answer(
     host: Host = request.app.state.host
     if asked.template:
         raise BadRequest("template is not supported: the model has its own", "template")
-    options, limits = sampling(asked.options)
+    options = read_options(asked.options)
     notes_of(request).ignore([*(asked.model_extra or ()), *without_effect(asked.options)])
     keep_alive = None if asked.keep_alive is None else parse_duration(asked.keep_alive)
     form = _Form(asked.model, said, turn)
     if nothing_to_say and keep_alive == 0:
         await host.unload(asked.model)
         return Answer(form.end("unload"))
-    loaded = await host.model(asked.model, keep_alive, context_of(asked.options))
+    loaded = await host.model(asked.model, keep_alive, options.context)
     form.load_seconds = time.perf_counter() - form.start
+    form.experts = experts_since(loaded)
     if nothing_to_say:
         return Answer(form.end("load"))
     constrain = json_of(asked.format, getattr(asked, "tools", ()))
     count = asked.top_logprobs if asked.logprobs else None
     kept = asked.keep_prefix
-    job = Job(turn.prepare, options, limits, lambda _: None, count, constrain, kept=kept)
+    said_by = options.sampling, options.limits
+    job = Job(turn.prepare, *said_by, lambda _: None, count, constrain, kept=kept)
     answer = events(loaded, job, request)
     first = await anext(answer)
     if isinstance(first, Failed):
@@ -180,13 +187,17 @@ async def _answer(
 
 @dataclass
 class _Form:
-    """The documents of one answer. said: returns the endpoint's own fields for a part."""
+    """The documents of one answer.
+
+    said: returns the endpoint's own fields for a part. experts: what experts did since the start.
+    """
 
     model: str
     said: Callable[[Reply], dict[str, Any]]
     turn: Text
     start: float = field(default_factory=time.perf_counter)
     load_seconds: float = 0.0
+    experts: Callable[[], dict[str, int]] = dict
 
     def line(self, reply: Reply, found: list[Any], ended: Ended | None = None) -> dict[str, Any]:
         """Return a part of the answer. found: its log-probabilities."""
@@ -255,6 +266,7 @@ def _figures(ended: Ended, form: _Form) -> dict[str, Any]:
         "prompt_eval_duration": round(ended.prefill_seconds * ns),
         "eval_count": ended.tokens,
         "eval_duration": round(ended.decode_seconds * ns),
+        **form.experts(),
         **lossy_of(ended),
     }
 
@@ -269,7 +281,8 @@ def tags(request: Request) -> dict[str, Any]:
 @router.get("/api/ps")
 def ps(request: Request) -> dict[str, Any]:
     host: Host = request.app.state.host
-    return {"models": [_living(loaded) for loaded in host.loaded()]}
+    loading = [{"model": str(name), **vars(read)} for name, read in host.starting().items()]
+    return {"models": [_living(loaded) for loaded in host.loaded()], "loading": loading}
 
 
 def _living(loaded: Loaded) -> dict[str, Any]:
@@ -301,7 +314,8 @@ def show(asked: ModelRequest, request: Request) -> dict[str, Any]:
     m, folder = host.library.read(asked.wanted)
     from moeinf.runtime.text.tokenizer import chat_template
 
-    template = chat_template(folder) or ""
+    given = m.defaults or Defaults(str(m.model))
+    template = chat_template(folder) or "" if given.template is None else given.template
     capabilities = {
         "completion": not m.encoder_layers,
         "tools": knows_tools(template),
@@ -314,11 +328,17 @@ def show(asked: ModelRequest, request: Request) -> dict[str, Any]:
         f"{m.family}.expert_used_count": m.top_k,
         f"{m.family}.embedding_length": m.hidden_width,
         f"{m.family}.context_length": m.max_context,
+        "moeinf.experts_bytes": m.slots.max_bytes,
+        "moeinf.least_memory_bytes": m.slots.min_bytes,
     }
+    licence = "\n".join(given.licences) or licence_of(m.source)
     return {
         "model": str(m.model),
-        "modelfile": "",
-        "parameters": "",
+        **({"license": licence} if licence else {}),
+        **({"system": given.system} if given.system else {}),
+        **({"messages": msgspec.to_builtins(given.messages)} if given.messages else {}),
+        "modelfile": modelfile_of(m)[0],
+        "parameters": parameters_text(given),
         "template": template,
         "details": _details(m),
         "model_info": info,
@@ -362,7 +382,7 @@ def _described(m: Manifest) -> dict[str, Any]:
 def _details(m: Manifest) -> dict[str, Any]:
     parameters = m.layers * m.experts * m.expert_layouts[0].weights
     return {
-        "parent_model": "",
+        "parent_model": "" if m.defaults is None else m.defaults.base,
         "format": "safetensors",
         "family": m.family,
         "families": [m.family],

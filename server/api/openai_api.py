@@ -20,7 +20,6 @@ from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.requests import Limits
 from moeinf.runtime.sampling.grammar import call_of_one, json_of
 from moeinf.server.api.answers import BadRequest, noted, words_of
-from moeinf.server.api.bounds import Few, Inputs, Listed, StopText, Tokens
 from moeinf.server.api.chat_turn import (
     Called,
     Chat,
@@ -30,6 +29,9 @@ from moeinf.server.api.chat_turn import (
     begun,
     progress_of,
 )
+from moeinf.server.api.fields.bounds import Few, Inputs, Listed, StopText, Tokens
+from moeinf.server.api.fields.optional import Said
+from moeinf.server.api.fields.sampling import Sampled
 from moeinf.server.api.logprobs import LegacyWords, token_words
 from moeinf.server.api.openai_format import (
     Message,
@@ -42,9 +44,7 @@ from moeinf.server.api.openai_format import (
     reason_of,
     usage_of,
 )
-from moeinf.server.api.optional_fields import Said
 from moeinf.server.api.prompts import refuse_sources
-from moeinf.server.api.sampling_fields import Sampled
 from moeinf.server.api.tool_choice import chosen_tools, effort_of
 from moeinf.server.engines.jobs import Job
 from moeinf.server.engines.model_manager import Host, Loaded
@@ -92,8 +92,8 @@ class Asked(Sampled):
     max_tokens: int | None = Field(None, ge=-1)
 
     def limits(self, most: int | None) -> Limits:
-        """Return the limits of an answer of `most` tokens; None and -1: until the context ends."""
-        return Limits(None if most == -1 else most, self.stops())
+        """Return the limits of an answer of `most` tokens; -1: until the context ends."""
+        return Limits(most, self.stops())
 
     def stops(self) -> tuple[str, ...]:
         if self.stop is None:

@@ -8,8 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from moeinf.runtime.generation.events import Ended
 from moeinf.server.api.answers import BadRequest
-from moeinf.server.api.bounds import Listed
 from moeinf.server.api.chat_turn import Called, Part, Reply
+from moeinf.server.api.fields.bounds import Listed
 from moeinf.server.api.prompts import MessageExtras
 
 

@@ -12,8 +12,8 @@ from pydantic import BaseModel, ConfigDict
 
 from moeinf.runtime.generation.prompts import cut_text, text_prompt
 from moeinf.server.api.answers import BadRequest
-from moeinf.server.api.bounds import Listed
-from moeinf.server.api.optional_fields import Said
+from moeinf.server.api.fields.bounds import Listed
+from moeinf.server.api.fields.optional import Said
 
 if TYPE_CHECKING:
     from moeinf.runtime.engine.engine import Engine

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from moeinf.errors import Unavailable
 from moeinf.runtime.generation.events import Reading, Request
 
+if TYPE_CHECKING:
+    from moeinf.offload.routing.trace import RequestEam
+
+    Routed = Callable[[RequestEam | None], None]
+
 QUIET_S = 1.0  # a prompt that is read sooner is not reported
 EVERY_S = 0.5  # the time between two reports
+# Takes the routing of the jobs that are made in this context, on the engine's thread.
+ROUTED: ContextVar[Routed | None] = ContextVar("routed", default=None)
 
 
 class Busy(Unavailable, RuntimeError):
@@ -43,6 +53,8 @@ class Job(Request):
     def __post_init__(self) -> None:
         self.stopped = self.cancelled.is_set
         self.reading = self._read
+        if (routed := ROUTED.get()) is not None:
+            self.routed = routed
 
     def _read(self, read: int, tokens: int) -> None:
         """Note that `read` of the prompt's tokens are in the KV cache."""

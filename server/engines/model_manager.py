@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from moeinf.offload.store.budget import DoesNotFit
@@ -26,6 +27,7 @@ from moeinf.server.engines.jobs import Unloaded
 
 if TYPE_CHECKING:
     from moeinf.runtime.engine.engine import Engine
+    from moeinf.runtime.engine.loader import LoadProgress
     from moeinf.runtime.generation.events import Ended
     from moeinf.server.engines.worker import Worker
 
@@ -94,6 +96,7 @@ class Host:
         self._config = config
         self._loaded: dict[ModelName, Loaded] = {}
         self._loading: dict[ModelName, asyncio.Lock] = {}
+        self._starting: dict[ModelName, LoadProgress] = {}
         self._closing: set[asyncio.Future[bool]] = set()
         self._unended: list[Worker] = []  # closed, and possibly still running
 
@@ -109,6 +112,10 @@ class Host:
 
     def loaded(self) -> list[Loaded]:
         return [one for one in self._loaded.values() if one.worker.failure is None]
+
+    def starting(self) -> dict[ModelName, LoadProgress]:
+        """Return the models that are being loaded, and how much of each is read."""
+        return dict(self._starting)
 
     async def model(
         self, name: str, keep_alive_s: float | None = None, context: int | None = None
@@ -240,6 +247,7 @@ class Host:
     async def _started(self, key: ModelName, context: int | None) -> tuple[Manifest, Worker]:
         def start() -> tuple[Manifest, Worker]:  # on a thread: the import of torch takes seconds
             from moeinf.runtime.engine.engine import Engine
+            from moeinf.runtime.engine.loader import LoadProgress
             from moeinf.server.engines.worker import Worker
 
             manifest, folder = self.library.read(str(key))
@@ -249,17 +257,22 @@ class Host:
             if context is not None:
                 config = replace(config, context=min(context, manifest.max_context))
 
+            progress = LoadProgress()
+
             def make() -> Engine:
-                return Engine.open(
-                    manifest, folder, config, self._settings, lambda: self._expires_at(key)
-                )
+                ends = partial(self._expires_at, key)
+                return Engine.open(manifest, folder, config, self._settings, ends, progress)
 
             def tell(line: str) -> None:
                 self._tell(f"{key}: {line}")
 
             parallel, queue = self._server.parallel, self._server.max_queue
-            worker = Worker(make, parallel, queue, tell, self._remember)
-            worker.loaded.wait()
+            self._starting[key] = progress
+            try:
+                worker = Worker(make, parallel, queue, tell, self._remember)
+                worker.loaded.wait()
+            finally:
+                del self._starting[key]
             return manifest, worker
 
         while self._closing:

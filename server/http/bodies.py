@@ -14,15 +14,23 @@ from typing import Any
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
+from moeinf.runtime.library.blobs import MOST_BLOB_BYTES
 from moeinf.runtime.request_json import BadJson, parse
 from moeinf.server.http.refusals import BadBody, BodiesTooLong, BodyLate, BodyTooLong
 
 MOST_BODY_BYTES = 8 << 20
-BODY_SECONDS = 60.0  # for all of a request's body to arrive
+BODY_SECONDS = 60.0  # for all of a request's body to arrive; of an upload, for each part of it
+UPLOADS = "/api/blobs/"  # the path of files, which are streamed to the disk
 ALL_BODIES_BYTES = 64 << 20
 FREE_BYTES = 64 << 10  # of each body: short requests are taken despite long ones
 FREE_CONTAINERS, CONTAINER_BYTES = 128, 1 << 10  # objects and lists, checked and rendered
 _MOST_CONTAINERS_BYTES = ALL_BODIES_BYTES - MOST_BODY_BYTES  # one body alone is always taken
+
+
+def most_bytes(method: str, path: str) -> int:
+    """Return the most bytes of a request's body."""
+    is_upload = method == "POST" and path.startswith(UPLOADS)
+    return MOST_BLOB_BYTES if is_upload else MOST_BODY_BYTES
 
 
 class Budget:
@@ -45,8 +53,9 @@ class Budget:
 class Body:
     """A request's body as it arrives. `close` when the request has been answered."""
 
-    def __init__(self, receive: Any, budget: Budget) -> None:
-        self._receive, self._budget = receive, budget
+    def __init__(self, receive: Any, budget: Budget, most: int = MOST_BODY_BYTES) -> None:
+        """Take a request's messages. most: bytes; more than MOST_BODY_BYTES: it is streamed."""
+        self._receive, self._budget, self._most = receive, budget, most
         self._bytes = self._taken = 0
         self._deadline = asyncio.get_running_loop().time() + BODY_SECONDS
         self._whole = False
@@ -56,6 +65,8 @@ class Body:
         if self._whole:  # the next message reports that the client has gone
             return await self._receive()
         try:
+            if self._streamed:
+                self._deadline = asyncio.get_running_loop().time() + BODY_SECONDS
             async with asyncio.timeout_at(self._deadline):
                 message = await self._receive()
         except TimeoutError as error:
@@ -65,6 +76,10 @@ class Body:
             self._whole = not message.get("more_body", False)
             self._count()
         return message
+
+    @property
+    def _streamed(self) -> bool:
+        return self._most > MOST_BODY_BYTES
 
     def admit(self, containers: int) -> None:
         """Count the objects and lists that are about to be parsed. Raises BodiesTooLong."""
@@ -80,9 +95,10 @@ class Body:
         self._taken = 0
 
     def _count(self) -> None:
-        if self._bytes > MOST_BODY_BYTES:
-            raise BodyTooLong(f"a body has at most {MOST_BODY_BYTES} bytes")
-        self._take(max(0, self._bytes - FREE_BYTES) - self._taken)
+        if self._bytes > self._most:
+            raise BodyTooLong(f"a body has at most {self._most} bytes")
+        if not self._streamed:
+            self._take(max(0, self._bytes - FREE_BYTES) - self._taken)
 
     def _take(self, more: int) -> None:
         if not self._budget.take(more):

@@ -6,7 +6,8 @@ A web page in a user's browser must not reach this server. A request with an Ori
 allowed is refused. So is a request whose Host is a public name, since an attacker may point it at
 this address (DNS rebinding). Accepted are IP addresses, names of this machine, names that cannot be
 registered publicly, and the hosts of allowed origins. A server that other machines can reach also
-answers to names without a dot, such as the name of its container.
+answers to names without a dot, such as the name of its container. At an IP address the server's own
+page may ask, too: an address cannot be rebound.
 """
 
 from __future__ import annotations
@@ -38,20 +39,27 @@ _LOCAL = ("localhost", "127.0.0.1", "::1", "0.0.0.0")  # noqa: S104  # names, no
 _APPS = ("app://*", "file://*", "tauri://*", "vscode-file://*", "vscode-webview://*")
 _UNREGISTRABLE = (".localhost", ".local", ".internal")  # RFC 6761, RFC 6762, ICANN in 2024
 _OPEN = ("/health", "/", "/api/version")  # answered without an API key
+_PAGE = "/page/"  # the same: files that tell nothing, and ask for the key
 
 
 class Guard:
-    """Wrap an ASGI app. document: returns an error's JSON in the form of the path's API."""
+    """Wrap an ASGI app.
+
+    document: returns an error's JSON in the form of the path's API. uploads: whether the app writes
+    a long upload to the disk as it comes; else an upload is as short as any body.
+    """
 
     def __init__(
         self,
         app: Any,
         settings: ServerSettings,
         document: Callable[[str, MoeinfError], dict[str, Any]],
+        uploads: bool = True,
     ) -> None:
         self._app = app
         self._settings = settings
         self._document = document
+        self._uploads = uploads
         self._origins = (*_APPS, *settings.origins)
         own = {*_LOCAL, settings.host.lower(), socket.gethostname().lower()}
         self._names = own | {_name_of(origin) for origin in settings.origins} - {"*"}
@@ -72,7 +80,8 @@ class Guard:
         if scope["path"].startswith("/api/"):  # Ollama's clients may send JSON as a form
             others = [pair for pair in scope["headers"] if pair[0].lower() != b"content-type"]
             scope = {**scope, "headers": [*others, (b"content-type", b"application/json")]}
-        body = bodies.Body(receive, self._budget)
+        most = self._most_bytes(scope)
+        body = bodies.Body(receive, self._budget, most)
         scope = {**scope, "state": {**scope.get("state", {}), "body": body}}
         try:
             await self._app(scope, body.receive, send)
@@ -95,10 +104,12 @@ class Guard:
             words = f"Host {host[:80]!r} is not known here; MOEINF_ORIGINS can name it"
             return UnknownHost(words)
         origin = headers.get("origin")
-        if origin is not None and not self._may(origin):
+        own_page = _is_address(host) and origin in _pages_at(headers.get("host", ""))
+        if origin is not None and not (own_page or self._may(origin)):
             return UnknownOrigin(f"Origin {origin[:80]!r} is not allowed; see MOEINF_ORIGINS")
         key = self._settings.api_key
-        if key is not None and scope["path"] not in _OPEN and scope["method"] != "OPTIONS":
+        open_path = scope["path"] in _OPEN or scope["path"].startswith(_PAGE)
+        if key is not None and not open_path and scope["method"] != "OPTIONS":
             scheme, _, given = headers.get("authorization", "").partition(" ")
             bearer = given.strip() if scheme.lower() == "bearer" else ""
             both = (bearer, headers.get("x-api-key", ""))  # the second is Anthropic's
@@ -106,9 +117,15 @@ class Guard:
                 words = "the API key is missing or wrong: send Authorization: Bearer KEY"
                 return InvalidApiKey(words)
         length = headers.get("content-length", "0")
-        if not length.isdecimal() or len(length) > 20 or int(length) > bodies.MOST_BODY_BYTES:
-            return BodyTooLong(f"a body has at most {bodies.MOST_BODY_BYTES} bytes")
+        most = self._most_bytes(scope)
+        if not length.isdecimal() or len(length) > 20 or int(length) > most:
+            return BodyTooLong(f"a body has at most {most} bytes")
         return None
+
+    def _most_bytes(self, scope: Any) -> int:
+        if not self._uploads:
+            return bodies.MOST_BODY_BYTES
+        return bodies.most_bytes(scope["method"], scope["path"])
 
     def _is_ours(self, host: str) -> bool:
         """Return True for a name of this machine or an IP address; only names can be rebound."""
@@ -118,11 +135,7 @@ class Guard:
             return True
         if host and "." not in host and ":" not in host and not self._settings.on_loopback:
             return True  # a container's name, or one of the local network
-        try:
-            ipaddress.ip_address(host)
-        except ValueError:
-            return False
-        return True
+        return _is_address(host)
 
     def _may(self, origin: str) -> bool:
         for allowed in self._origins:
@@ -139,6 +152,19 @@ def _host_name(text: str) -> str:
     if text.startswith("["):
         return text[1:].partition("]")[0]
     return text.rpartition(":")[0] if ":" in text else text
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _pages_at(host: str) -> tuple[str, str]:
+    """Return the origins of the server's own page, which a browser has got from this Host."""
+    return f"http://{host.strip()}", f"https://{host.strip()}"
 
 
 def _name_of(origin: str) -> str:

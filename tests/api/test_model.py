@@ -6,8 +6,10 @@ import asyncio
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +19,7 @@ from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.generation.seq2seq import BadLanguage
 from moeinf.runtime.invalid import InvalidValue
 from moeinf.runtime.library.library import Library
+from moeinf.runtime.sampling.schema_limits import BadFormat
 
 SUM = "17+25="
 LONG = {"temperature": 50, "top_k": 0, "top_p": 1, "seed": 7, "max_tokens": 200}
@@ -84,9 +87,10 @@ def test_chat_reuses_the_turns_before(model: Model) -> None:
         [{"role": "tool", "content": "42"}],
         [{"role": "user"}],
         [{"role": "robot", "content": SUM}],
+        [SUM],
     ],
 )
-def test_messages_that_are_refused(messages: list[dict[str, str]], model: Model) -> None:
+def test_messages_that_are_refused(messages: list[Any], model: Model) -> None:
     with pytest.raises(InvalidValue, match="messages: "):
         model.chat(messages)
 
@@ -96,8 +100,19 @@ def test_values_that_are_refused(model: Model, demo_home: Path) -> None:
         model.generate(SUM, temperature=-1)
     with pytest.raises(InvalidValue, match="raw: "):
         model.chat([Message("user", SUM)], raw=True)
-    with pytest.raises(InvalidValue, match="tempo"):
+    with pytest.raises(
+        InvalidValue, match=r"^tempo is not an option \(expected .*, stop, temperature"
+    ):
         model.generate(SUM, tempo=1)
+    with pytest.raises(TypeError):  # the value's, not the name's
+        model.generate(SUM, temperature="0")
+    with pytest.raises(InvalidValue, match="max_tokens must be at least 0, got -1"):
+        model.generate(SUM, max_tokens=-1)
+    with pytest.raises(BadFormat, match="'xml'"):
+        model.generate(SUM, format="xml")
+    for other in ({"device": "gpu"}, {"kv": "q4"}):
+        with pytest.raises(InvalidValue, match=f"--{next(iter(other))}: .* is invalid"):
+            Model("demo:bf16", home=demo_home, **other)  # type: ignore[arg-type]
     with pytest.raises(InvalidValue, match="'mru' is not a policy"):
         Model("demo", home=demo_home, policy="mru")
     with pytest.raises(NotFound):
@@ -181,6 +196,30 @@ def test_close_ends_a_stream(demo_home: Path) -> None:
     with pytest.raises(RuntimeError, match="is closed"):
         model.trace([SUM])
     model.close()  # nothing happens
+
+
+def test_close_while_another_thread_waits(demo_home: Path) -> None:
+    """It ends this thread's stream; the other thread's answer is whole, or an error."""
+    model = Model("demo:bf16", home=demo_home, trace=False)
+    stream = model.stream(SUM, **LONG)
+    next(stream)
+    waiting, found = model.stream(SUM, temperature=0), list[str]()
+
+    def ask() -> None:
+        try:
+            found.append("".join(waiting))
+        except RuntimeError as error:
+            found.append(str(error))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    while not waiting._pieces.gi_running:
+        time.sleep(0.01)
+    model.close()
+    thread.join(30)
+    assert found in (["42"], ["demo:bf16 is closed"])
+    with pytest.raises(RuntimeError, match="demo:bf16 is closed"):
+        asyncio.run(model.async_generate(SUM))
 
 
 def test_a_model_that_is_absent_is_pulled(tmp_path: Path) -> None:

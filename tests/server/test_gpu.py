@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import queue
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from moeinf.native import DeviceError
@@ -19,6 +21,7 @@ from moeinf.runtime.requests import Limits, SamplingOptions
 from moeinf.runtime.sizes import parse_memory
 from moeinf.server.api.answers import words_of
 from moeinf.server.api.ollama_api import _living
+from moeinf.server.engines.expert_map import GPU, USED, ExpertMap
 from moeinf.server.engines.jobs import Job
 from moeinf.server.engines.model_manager import Host, Loaded
 from tests.fake_device import FakeDevice
@@ -110,6 +113,27 @@ def test_a_fault_ends_the_engine(fake: Fake, devices: list[FakeDevice], demo_hom
             await host.model("demo:bf16")
         assert caught.value.http_status == 503
         assert "restart `moeinf serve`" in words_of(caught.value)
+
+    with_host(fake, demo_home, "664MiB", test)
+
+
+def test_experts_on_the_gpu_are_shown(
+    fake: Fake, devices: list[FakeDevice], demo_home: Path
+) -> None:
+    async def test(host: Host) -> None:
+        loaded = await host.model("demo:bf16")
+        engine = loaded.worker.engine
+        assert engine is not None
+        watched = ExpertMap(loaded.worker, engine)
+        assert isinstance(await last(loaded), Ended)
+        frame = watched.frame()
+        cells = np.frombuffer(base64.b64decode(frame["map"]), np.uint8)
+        upper = engine.store.device
+        assert upper is not None
+        assert np.flatnonzero(cells & 3 == GPU).tolist() == upper.table.present() != []
+        assert frame["tiers"]["gpu"]["experts"] == upper.count
+        assert frame["bus_bytes_per_s"] > 0
+        assert (cells & USED).any()
 
     with_host(fake, demo_home, "664MiB", test)
 

@@ -94,9 +94,9 @@ def message_of(
 
 
 def stop_of(ended: Ended, called: bool, most: int | None) -> dict[str, Any]:
-    """Return why an answer of at most `most` tokens has ended; None: until the context ends."""
+    """Return why an answer of at most `most` tokens has ended; -1: until the context ends."""
     if ended.reason != "stop":
-        cut = most is not None and ended.tokens >= most
+        cut = most is not None and 0 <= most <= ended.tokens
         reason = "max_tokens" if cut else "model_context_window_exceeded"
     elif called:
         reason = "tool_use"

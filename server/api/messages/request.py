@@ -11,11 +11,11 @@ from pydantic import ConfigDict, Field
 from moeinf.runtime.requests import Limits
 from moeinf.runtime.sampling.grammar import Constrain, call_of_one, json_of
 from moeinf.server.api.answers import BadRequest
-from moeinf.server.api.bounds import Few, Listed, StopText
 from moeinf.server.api.chat_turn import Chat
-from moeinf.server.api.optional_fields import Said
+from moeinf.server.api.fields.bounds import Few, Listed, StopText
+from moeinf.server.api.fields.optional import Said
+from moeinf.server.api.fields.sampling import Sampled
 from moeinf.server.api.prompts import add_turn, joined
-from moeinf.server.api.sampling_fields import Sampled
 from moeinf.server.api.tool_choice import chosen_tools, effort_of, own_tools
 from moeinf.server.http.request_log import notes_of
 
@@ -169,8 +169,7 @@ class MessagesRequest(CountRequest):
     stop_sequences: Few[StopText] | None = None
 
     def limits(self) -> Limits:
-        most = None if self.max_tokens == -1 else self.max_tokens
-        return Limits(most, tuple(self.stop_sequences or ()))
+        return Limits(self.max_tokens, tuple(self.stop_sequences or ()))
 
     @property
     def shows_thinking(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from moeinf.runtime.generation.events import Ended
@@ -24,7 +24,8 @@ def new_id(kind: str) -> str:
 class Output:
     """The items of an answer so far; each part of it gives the events that tell it."""
 
-    def __init__(self) -> None:
+    def __init__(self, namespaces: Mapping[str, tuple[str, str]]) -> None:
+        self._namespaces = namespaces
         self.items: list[dict[str, Any]] = []
         self.reasoning_tokens = 0
         self._pieces: list[str] = []  # of the open item's text
@@ -81,13 +82,10 @@ class Output:
         yield self._told("response.content_part.added", part=self._part(""))
 
     def _call(self, called: Called) -> Iterator[Event]:
-        arguments = called.call.text()
-        item = {
-            "type": "function_call",
-            "id": new_id("fc"),
-            "call_id": called.id,
-            "name": called.call.name,
-        }
+        arguments, name = called.call.text(), called.call.name
+        item = {"type": "function_call", "id": new_id("fc"), "call_id": called.id, "name": name}
+        if name in self._namespaces:
+            item["namespace"], item["name"] = self._namespaces[name]
         self.items.append({**item, "arguments": "", "status": "in_progress"})
         about = {"item_id": item["id"], "output_index": len(self.items) - 1}
         yield self._of_item("response.output_item.added")

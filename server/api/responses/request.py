@@ -11,12 +11,12 @@ from pydantic import ConfigDict, Field
 from moeinf.runtime.requests import Limits
 from moeinf.runtime.sampling.grammar import Constrain, call_of_one, json_of
 from moeinf.server.api.answers import BadRequest
-from moeinf.server.api.bounds import Few, Listed
 from moeinf.server.api.chat_turn import Chat
-from moeinf.server.api.optional_fields import Said
-from moeinf.server.api.other_fields import REFUSED
+from moeinf.server.api.fields.bounds import Few, Listed
+from moeinf.server.api.fields.optional import Said
+from moeinf.server.api.fields.other import REFUSED
+from moeinf.server.api.fields.sampling import Sampled
 from moeinf.server.api.prompts import add_turn
-from moeinf.server.api.sampling_fields import Sampled
 from moeinf.server.api.tool_choice import chosen_tools, effort_of, own_tools
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -42,13 +42,14 @@ class InputItem(Said):
     content: str | Listed[ItemPart] | None = None
     call_id: str | None = None
     name: str | None = None
+    namespace: str | None = None
     arguments: str | None = None
     output: str | Listed[ItemPart] | None = None
     summary: Listed[ItemPart] | None = None
 
 
-class FunctionTool(Said):
-    """A function of the client. Tools that OpenAI's servers would run are skipped."""
+class NamedFunction(Said):
+    """A function of the client, in a namespace."""
 
     model_config = ConfigDict(extra="allow")
     type: str | None = None
@@ -56,6 +57,15 @@ class FunctionTool(Said):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+
+
+class FunctionTool(NamedFunction):
+    """A function of the client, or a namespace of functions.
+
+    Tools that OpenAI's servers would run are skipped.
+    """
+
+    tools: Listed[NamedFunction] | None = None
 
 
 class ToolPicked(Said):
@@ -124,7 +134,8 @@ class InputRequest(Sampled):
         Raises BadRequest, BadFormat.
         """
         self.check_others(request)
-        offered = [_offered(tool) for tool in own_tools(self.tools or [], "function", request)]
+        functions = own_tools(list(_functions(self.tools or ())), "function", request)
+        offered = [_offered(tool) for tool in functions]
         tools, must_call = self._chosen(offered)
         messages = list[dict[str, Any]]()
         if self.instructions:
@@ -143,6 +154,16 @@ class InputRequest(Sampled):
             shift=self.truncation == "auto" or request.app.state.context_shift,
         )
         return chat, call_of_one(tools) if must_call else json_of(self._schema(), tools)
+
+    def namespaces(self) -> dict[str, tuple[str, str]]:
+        """Return the namespace and the name of each function in one, by its name for a model."""
+        return {
+            _joined(tool.name, inner.name): (tool.name, inner.name)
+            for tool in self.tools or ()
+            if tool.type == "namespace" and tool.name
+            for inner in tool.tools or ()
+            if inner.name
+        }
 
     def _chosen(self, offered: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], bool]:
         picked = self.tool_choice
@@ -180,7 +201,7 @@ class ResponsesRequest(InputRequest):
     metadata: dict[str, Any] | None = None
 
     def limits(self) -> Limits:
-        return Limits(None if self.max_output_tokens == -1 else self.max_output_tokens)
+        return Limits(self.max_output_tokens)
 
     def logprobs(self) -> int | None:
         """Return how many log-probabilities are listed per token; None: no figures."""
@@ -188,7 +209,25 @@ class ResponsesRequest(InputRequest):
         return self.top_logprobs if self.top_logprobs else 0 if asked else None
 
 
-def _offered(tool: FunctionTool) -> dict[str, Any]:
+def _functions(tools: Sequence[FunctionTool]) -> Iterator[NamedFunction]:
+    """Give tools, and the functions of namespaces under names for a model. Raises BadRequest."""
+    for tool in tools:
+        if tool.type != "namespace":
+            yield tool
+            continue
+        if not tool.name:
+            raise BadRequest("tools: a namespace has no name", "tools")
+        for inner in tool.tools or ():
+            name = _joined(tool.name, inner.name) if inner.name else None
+            yield inner.model_copy(update={"name": name})
+
+
+def _joined(namespace: str, name: str) -> str:
+    """Return a model's name for a function in a namespace."""
+    return f"{namespace}__{name}"
+
+
+def _offered(tool: NamedFunction) -> dict[str, Any]:
     """Return a tool in the templates' form."""
     function: dict[str, Any] = {"name": tool.name}
     if tool.description is not None:
@@ -207,7 +246,8 @@ def _turn(item: InputItem) -> dict[str, Any]:
     if item.type == "function_call":
         if item.call_id is None or item.name is None:
             raise BadRequest("input: a function_call has no call_id or no name", "input")
-        function = {"name": item.name, "arguments": item.arguments or "{}"}
+        name = _joined(item.namespace, item.name) if item.namespace else item.name
+        function = {"name": name, "arguments": item.arguments or "{}"}
         call = {"id": item.call_id, "type": "function", "function": function}
         return {"role": "assistant", "content": "", "tool_calls": [call]}
     if item.type == "function_call_output":

@@ -134,7 +134,7 @@ class _Answering:
         self._asked, self._loaded, self._turn = asked, loaded, turn
         self._store = _store(request)
         self._settings: Settings = request.app.state.settings
-        self._output, self._document = Output(), Document(asked)
+        self._output, self._document = Output(asked.namespaces()), Document(asked)
 
     def add(self, heard: Heard) -> Iterator[dict[str, Any]]:
         """Give the events of a piece of the answer."""

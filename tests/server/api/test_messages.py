@@ -33,11 +33,6 @@ def chatml(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Script:
-    return Script(monkeypatch)
-
-
-@pytest.fixture
 def client(chatml: str) -> Iterator[anthropic.Anthropic]:
     with anthropic.Anthropic(base_url=chatml, api_key="secret", max_retries=0) as found:
         yield found

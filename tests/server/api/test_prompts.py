@@ -10,7 +10,7 @@ import pytest
 from moeinf.runtime.generation.prompts import chat_prompt
 from moeinf.runtime.library.library import DEMO_CHECKPOINT
 from moeinf.runtime.requests import PromptTooLong
-from moeinf.runtime.text.chat_template import TemplateWorker
+from moeinf.runtime.text.chat_template import TemplateError, TemplateWorker
 from moeinf.runtime.text.tokenizer import Tokenizer
 from moeinf.server.api.prompts import MessageExtras
 
@@ -60,7 +60,7 @@ def prompt(template: str, messages: list[dict[str, Any]]) -> str:
     engine: Any = SimpleNamespace(
         tokenizer=tokenizer,
         template=worker,
-        info=SimpleNamespace(context=1000, reads_sources=False),
+        info=SimpleNamespace(context=1000, reads_sources=False, defaults=None),
     )
     try:
         return tokenizer.decode(chat_prompt(engine, messages))
@@ -136,7 +136,7 @@ def untouched(messages: list[dict[str, Any]], tools: list[Any]) -> None:
     engine: Any = SimpleNamespace(
         tokenizer=tokenizer,
         template=SimpleNamespace(render=called),
-        info=SimpleNamespace(context=1000, reads_sources=False),
+        info=SimpleNamespace(context=1000, reads_sources=False, defaults=None),
     )
     chat_prompt(engine, messages, tools)
 
@@ -159,3 +159,36 @@ def test_tools_that_are_too_long_are_not_looked_at_for_tokens() -> None:
 def test_what_fits_is_looked_at() -> None:
     with pytest.raises(AssertionError, match="called"):
         untouched([{"role": "user", "content": _LONG}], [])
+
+
+# How Mistral's templates and others tell turns: strictly, or without the messages they do not know.
+STRICT = """{%- for message in messages %}
+{%- if message.role == 'system' and not loop.first %}
+{{- raise_exception('a system message must be the first') }}
+{%- elif not loop.first and message.role == messages[loop.index0 - 1].role %}
+{{- raise_exception('roles must alternate') }}
+{%- endif %}
+{{- message.role + ':' + message.content + '|' }}
+{%- endfor %}"""
+SKIPPING = """{%- for message in messages %}
+{%- if message.role == 'user' or loop.first %}
+{{- message.role + ':' + message.content + '|' }}
+{%- endif %}
+{%- endfor %}"""
+
+
+@pytest.mark.parametrize("template", [STRICT, SKIPPING])
+def test_a_template_of_strict_turns_gets_every_system_message(template: str) -> None:
+    """Claude Code sends a system message behind the user's turn, opencode two of the user."""
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Read <|user|>."},
+        {"role": "user", "content": "17+25="},
+        {"role": "system", "content": " Agents: none. "},
+    ]
+    turns = "Read <|user|>.\n\n17+25=\n\n Agents: none. "
+    assert prompt(template, messages) == f"system:Be brief.|user:{turns}|"
+    free = "".join(f"{one['role']}:{one['content']}" for one in messages)
+    assert prompt(OTHER, messages) == free
+    with pytest.raises(TemplateError, match="alternate"):
+        prompt(STRICT, [{"role": "assistant", "content": "a"}] * 2)

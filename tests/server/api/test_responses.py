@@ -17,21 +17,10 @@ from moeinf.server.engines import jobs
 from tests.server.api.test_progress import LONG
 from tests.server.api.test_tools import CALL, THOUGHT
 from tests.server.api.test_tools import TOOLS as CHAT_TOOLS
-from tests.server.scripted import CHATML, Script, talking
+from tests.server.scripted import Script
 
 FUNCTION = CHAT_TOOLS[0]["function"]
 TOOLS: list[Any] = [{"type": "function", "strict": True, **FUNCTION}]
-
-
-@pytest.fixture(scope="module")
-def chatml(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with talking(tmp_path_factory.mktemp("home"), CHATML) as address:
-        yield address
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Script:
-    return Script(monkeypatch)
 
 
 @pytest.fixture
@@ -305,6 +294,10 @@ def test_a_schema_or_a_call_that_must_be(client: openai.OpenAI) -> None:
         ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "schema is missing"),
         ({"reasoning": {"effort": "a lot"}}, r"reasoning\.effort"),
         ({"max_output_tokens": -2}, "max_output_tokens"),
+        ({"input": [{"role": "boss"}]}, r"input\.0\.role: Input should be 'user'"),
+        ({"input": [{"role": "user", "content": ["1"]}]}, r"input\.0\.content\.0: .* an object"),
+        ({"tool_choice": {"type": "x"}}, r"tool_choice\.type: Input should be 'function'"),
+        ({"extra_body": {"input": 5}}, "input: Input should be a valid string"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )

@@ -11,7 +11,7 @@ import ollama
 import openai
 import pytest
 
-from tests.server.scripted import CHATML, Script, talking
+from tests.server.scripted import Script
 
 TOOLS: list[Any] = [
     {
@@ -31,17 +31,6 @@ TOOLS: list[Any] = [
 ASK: list[Any] = [{"role": "user", "content": "1+2"}]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 THOUGHT = "<think>\nI <b>add</b>\n</think>\n\n"
-
-
-@pytest.fixture(scope="module")
-def chatml(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with talking(tmp_path_factory.mktemp("home"), CHATML) as address:
-        yield address
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Script:
-    return Script(monkeypatch)
 
 
 @pytest.fixture

@@ -22,7 +22,6 @@ from moeinf.runtime.generation import scheduler
 from moeinf.runtime.library.library import DEMO_CHECKPOINT
 from moeinf.runtime.requests import Limits, SamplingOptions
 from moeinf.runtime.text.tokenizer import Tokenizer
-from tests.server.scripted import CHATML, talking
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -51,12 +50,6 @@ class Spacious:
 @pytest.fixture(autouse=True)
 def spacious(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler, "Sampler", Spacious)
-
-
-@pytest.fixture(scope="module")
-def chatml(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with talking(tmp_path_factory.mktemp("home"), CHATML) as address:
-        yield address
 
 
 @pytest.fixture

@@ -28,8 +28,8 @@ from tests.server.test_http import connected, until
 
 ENDPOINTS = (
     "/api/generate", "/api/chat", "/api/embed", "/api/embeddings", "/api/show", "/api/copy",
-    "/api/pull", "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/messages",
-    "/v1/responses",
+    "/api/pull", "/api/verify", "/api/plan", "/v1/chat/completions", "/v1/completions",
+    "/v1/embeddings", "/v1/messages", "/v1/responses",
 )  # fmt: skip
 
 

@@ -96,6 +96,28 @@ def test_other_origins_are_refused(origin: str, address: str) -> None:
     assert status(ServerSettings(host=address), origin=origin) == 403
 
 
+@pytest.mark.parametrize("host", ["192.168.1.7:11435", "[fd00::7]:11435", "10.0.0.7"])
+def test_the_page_of_this_server_may_ask(host: str) -> None:
+    """A browser names the origin of a page in its POSTs, also to the server that sent the page."""
+    for scheme in ("http", "https"):  # https: behind a proxy
+        assert status(ServerSettings(), host=host, origin=f"{scheme}://{host}") == 200
+
+
+@pytest.mark.parametrize(
+    ("host", "origin"),
+    [
+        ("192.168.1.7:11435", "http://192.168.1.7:8080"),  # a page of another server there
+        ("192.168.1.7:11435", "http://192.168.1.8:11435"),
+        ("192.168.1.7:11435", "http://192.168.1.7:11435.evil.example"),
+        ("192.168.1.7:11435", "ftp://192.168.1.7:11435"),
+        ("box.local:11435", "http://box.local:11435"),  # a name may be rebound
+        ("moeinf:11435", "http://moeinf:11435"),
+    ],
+)
+def test_a_page_at_a_name_or_of_another_server_may_not(host: str, origin: str) -> None:
+    assert status(ServerSettings(host="0.0.0.0"), host=host, origin=origin) == 403
+
+
 def test_a_scheme_in_the_settings() -> None:
     """Extensions of a browser have a scheme of their own, as OLLAMA_ORIGINS takes it."""
     settings = ServerSettings(origins=("chrome-extension://*", "https://a.example"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from moeinf.runtime.requests import SamplingOptions
-from moeinf.server.api.other_fields import Lenient
+from moeinf.server.api.fields.other import Lenient
 
 _NAMES = (
     "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty",

@@ -13,7 +13,7 @@ from fastapi import Request
 from pydantic import ConfigDict
 
 from moeinf.server.api.answers import BadRequest
-from moeinf.server.api.optional_fields import Said
+from moeinf.server.api.fields.optional import Said
 from moeinf.server.http.request_log import notes_of
 
 _SCHEMA = "use response_format"

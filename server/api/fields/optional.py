@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, model_validator
 
-from moeinf.server.api.bounds import MOST_FIELDS
+from moeinf.server.api.fields.bounds import MOST_FIELDS
 
 
 class Said(BaseModel):

@@ -15,7 +15,7 @@ import pytest
 from moeinf.runtime.library.library import DEMO_CHECKPOINT
 from moeinf.runtime.text import chat_template
 from moeinf.runtime.text.tokenizer import Tokenizer
-from moeinf.server.api.other_fields import REFUSED
+from moeinf.server.api.fields.other import REFUSED
 from tests.server.scripted import Script, talking
 
 TEMPLATE = """{%- for message in messages %}{{ '<|' + message.role + '|>' + message.content }}
@@ -125,7 +125,7 @@ def test_the_clients_own_names(openai_client: openai.OpenAI) -> None:
 
 
 def test_the_table_of_the_documents() -> None:
-    page = Path(__file__).parents[3] / "docs/server.md"
+    page = Path(__file__).parents[4] / "docs/server.md"
     (row,) = re.findall(r"^\| refused .*$", page.read_text(encoding="utf-8"), re.MULTILINE)
     assert set(re.findall(r"`(\w+)`", row)) == set(REFUSED)
 

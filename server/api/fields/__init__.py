@@ -1,0 +1,1 @@
+"""Parts of requests: sampling, fields that may be absent or unknown, and bounds."""

@@ -1,0 +1,1 @@
+"""Serve what changes, checks or plans the models on this machine."""

@@ -1,0 +1,168 @@
+"""Answer requests in an actor: the whole application, called in memory instead of by a socket.
+
+The doors (doors.py) send a request's ASGI scope and body, and receive the ASGI messages of its
+answer. So every endpoint, stream and error is the one of a single machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, MutableMapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+from weakref import ReferenceType, ref
+
+import numpy as np
+
+from moeinf.offload.replicas.asked import Asked
+from moeinf.offload.replicas.router import Observed, Published
+from moeinf.offload.routing.trace import RequestEam
+from moeinf.runtime.config import EngineConfig, ServerSettings, read_environment
+from moeinf.runtime.machine.memory import keep_heap_small
+from moeinf.server.app import create_app
+from moeinf.server.engines.jobs import ROUTED
+from moeinf.server.engines.model_manager import Loaded
+
+_MOST_PREFIXES = 1 << 12  # published per model
+_MOST_OBSERVED = 16  # published at a time
+_MOST_NAMES = 64  # of models, as clients write them
+_GOODBYE_S = 5.0  # for an answer whose client has gone to end by itself
+_QUEUE = 64  # messages of an answer that the doors have not taken
+
+
+class _Model:
+    """The state to publish about one model, under the name that clients use."""
+
+    def __init__(self) -> None:
+        self.prefixes: OrderedDict[int, None] = OrderedDict()
+        self.observed: list[Observed] = []
+        self._worker: ReferenceType[Any] | None = None  # when it changes, its KV is gone
+        self.number = 0
+
+    def ended(self, asked: Asked) -> None:
+        """Note that the KV of a request's prompt is here."""
+        for digest in asked.prefixes:
+            self.prefixes[digest] = None
+            self.prefixes.move_to_end(digest)
+        while len(self.prefixes) > _MOST_PREFIXES:
+            self.prefixes.popitem(last=False)
+
+    def routed(self, asked: Asked, eam: RequestEam | None) -> None:
+        """Note a request's routing. The engine's thread calls this."""
+        if eam is None:
+            return
+        self.observed.append(Observed(asked.number, eam.prefill + eam.decode))
+        del self.observed[:-_MOST_OBSERVED]
+
+    def publish(self, loaded: Loaded) -> Published | None:
+        """Return what is to be known about the model; None while it has no engine."""
+        engine = loaded.worker.engine
+        if engine is None:
+            return None
+        moved = self._worker is not None and self._worker() is not loaded.worker
+        if moved or engine.prefixes is None:
+            self.prefixes.clear()
+        self._worker = ref(loaded.worker)
+        table = engine.store.host.table
+        observed, self.observed = tuple(self.observed), []
+        self.number += 1
+        cells = np.arange(table.cells)
+        return Published(self.number, table.resident(cells), frozenset(self.prefixes), observed)
+
+
+class Replica:
+    """The application of one replica. `open` it, and `close` it after its last answer."""
+
+    def __init__(
+        self, config: EngineConfig, server: ServerSettings, say: Callable[[str], None] = print
+    ) -> None:
+        """Build the application, without a model. Its folder is that of the machine it runs on."""
+        keep_heap_small()
+        # The doors have checked key, origin and host.
+        inner = replace(server, api_key=None, origins=("*",))
+        self._app = create_app(read_environment(), inner, config, say)
+        self._models: OrderedDict[str, _Model] = OrderedDict()
+        self._life = self._app.router.lifespan_context(self._app)
+
+    async def open(self) -> None:
+        """Start to unload models that are not used."""
+        await self._life.__aenter__()
+
+    async def answer(
+        self, scope: dict[str, Any], body: bytes, asked: Asked
+    ) -> AsyncIterator[MutableMapping[str, Any]]:
+        """Yield the ASGI messages of the answer. Leaving early cancels the request.
+
+        asked: what the router has read.
+        """
+        messages: asyncio.Queue[MutableMapping[str, Any] | None] = asyncio.Queue(_QUEUE)
+        gone = asyncio.Event()
+        parts = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> dict[str, Any]:
+            if parts:
+                return parts.pop()
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def run() -> None:
+            model = self._model(asked.model)
+            ROUTED.set(lambda eam: model.routed(asked, eam))
+            try:
+                await self._app({**scope, "state": {}}, receive, messages.put)
+                model.ended(asked)
+            finally:
+                await messages.put(None)
+
+        task = asyncio.create_task(run())
+        try:
+            while (message := await messages.get()) is not None:
+                yield message
+            await task
+        finally:
+            gone.set()
+            if not task.done():
+                await _ended(task, messages)
+
+    def record_routing_stats(self) -> dict[str, Any]:
+        """Return what the doors read: each loaded model's Published by name, and the metrics."""
+        found = {}
+        loaded = {str(one.manifest.model): one for one in self._app.state.host.loaded()}
+        for name, model in list(self._models.items()):
+            one = loaded.get(name) or _of_name(name, loaded)
+            published = None if one is None else model.publish(one)
+            if published is not None:
+                found[name] = published
+        return {"models": found, "metrics": self._app.state.metrics.exposition()}
+
+    def check_health(self) -> None:
+        """Raise when an engine is in a call that does not return: Ray then replaces the replica."""
+        if self._app.state.host.stuck:
+            raise RuntimeError("an engine does not return")
+
+    async def close(self) -> None:
+        """End the engines."""
+        await self._life.__aexit__(None, None, None)
+
+    def _model(self, name: str) -> _Model:
+        if name not in self._models and len(self._models) >= _MOST_NAMES:
+            self._models.popitem(last=False)
+        return self._models.setdefault(name, _Model())
+
+
+def _of_name(name: str, loaded: dict[str, Loaded]) -> Loaded | None:
+    """Return the loaded model that a name without a tag means."""
+    base = name.removesuffix(":latest").lower()
+    return next((one for key, one in loaded.items() if key.partition(":")[0] == base), None)
+
+
+async def _ended(task: asyncio.Task[None], messages: asyncio.Queue[Any]) -> None:
+    """Wait for an answer whose reader has gone; cancel it when it takes long."""
+    with suppress(asyncio.CancelledError, TimeoutError, Exception):
+        async with asyncio.timeout(_GOODBYE_S):
+            while not task.done():
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(messages.get(), 0.1)
+    task.cancel()

@@ -1,0 +1,86 @@
+"""Route requests of Ray Serve by the ranks of offload/replicas/router.py.
+
+Ray calls this in the process of the doors. A replica's `record_routing_stats` (replica.py) comes
+with its wrapper as `routing_stats`. Ray sends this class by value, so it has copies of this
+module's names: what must exist once is in routing_counts.py. Ray's API for routers is alpha:
+constraints.txt pins its version.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from moeinf.offload.replicas.asked import Asked
+from moeinf.offload.replicas.names import DEFAULT_ROUTER, RouterName
+from moeinf.offload.replicas.router import BAND, Candidate, Published, Router
+from moeinf.server.cluster import routing_counts
+
+_MOST_MODELS = 64
+_MOST_COUNTED = 1 << 10
+
+
+class ExpertRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types here
+    """Choose replicas by prefix, experts and load."""
+
+    def initialize_state(
+        self, kind: RouterName = DEFAULT_ROUTER, seed: int = 0, band: int = BAND
+    ) -> None:
+        """Set up empty memories. Ray calls this after __init__, with request_router_kwargs."""
+        self.by_model: dict[str, Router] = {}
+        self._options = kind, seed, band
+        self._running: Counter[str] = Counter()  # requests sent from here, by replica
+        self._counted: OrderedDict[int, None] = OrderedDict()  # Asked.number of the last requests
+        routing_counts.ROUTERS.add(self)
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> list[list[RunningReplica]]:
+        """Return one replica per rank, the best first. A full one passes a request to the next."""
+        asked = None if pending_request is None else pending_request.kwargs.get("asked")
+        if pending_request is not None:
+            pending_request.routing_context.should_backoff = True
+        if not isinstance(asked, Asked):
+            return [candidate_replicas]
+        candidates = [self._candidate(asked.model, replica) for replica in candidate_replicas]
+        router = self._router(asked.model)
+        choice = router.choose(asked, candidates)
+        if asked.number not in self._counted:  # else it is routed again, after a failure
+            router.sent(asked, candidates[choice.order[0]].name, choice.reason)
+            self._counted[asked.number] = None
+            if len(self._counted) > _MOST_COUNTED:
+                self._counted.popitem(last=False)
+        return [[candidate_replicas[place]] for place in choice.order]
+
+    def on_send_request(self, replica_id: ReplicaID) -> None:
+        """Count a request that is sent. Ray calls this."""
+        super().on_send_request(replica_id)
+        self._running[replica_id.unique_id] += 1
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        """Count a request that has ended, however it did. Ray calls this."""
+        self._running[replica_id.unique_id] -= 1
+
+    def _candidate(self, model: str, replica: RunningReplica) -> Candidate:
+        name = replica.replica_id.unique_id
+        stats = replica.routing_stats or {}
+        published = stats.get("models", {}).get(model)
+        elsewhere = self.replica_queue_len_cache.get(replica.replica_id) or 0  # by other doors, too
+        return Candidate(
+            name,
+            max(self._running[name], elsewhere),
+            published if isinstance(published, Published) else None,
+            loaded=published is not None,
+        )
+
+    def _router(self, model: str) -> Router:
+        """Return the router of a model's requests; a client may name any number of models."""
+        if model not in self.by_model and len(self.by_model) >= _MOST_MODELS:
+            model = ""
+        if model not in self.by_model:
+            kind, seed, band = self._options
+            self.by_model[model] = Router(kind, seed, band)
+        return self.by_model[model]

@@ -1,0 +1,313 @@
+// The pane Chat: questions, streamed answers, their branches, and the history.
+
+import { attachments, settings } from "./ask.js";
+import * as tree from "./branches.js";
+import * as history from "./history.js";
+import { markdown } from "./markdown.js";
+import { bytes, el, figure, percent } from "./parts.js";
+
+const DRAW_MS = 100; // between two drawings of an answer that grows
+const LONG = 20_000; // characters from which drawings are rarer
+const KEEP_MS = 3000; // between two keepings of an answer that grows
+const MOST_SPOKEN = 5000; // characters of an answer that are announced
+
+export function mount(section, shell) {
+  const said = el("div", { class: "talk", role: "log", "aria-live": "off", "aria-label": "Conversation", tabindex: "0" });
+  const told = el("p", { class: "soft told", role: "alert" });
+  const text = el("textarea", { id: "question", rows: "2", placeholder: "Ask something", "aria-label": "Your question" });
+  const send = el("button", { type: "submit", class: "main", text: "Send" });
+  const stop = el("button", { type: "button", text: "Stop", hidden: true });
+  const chosen = settings();
+  const files = attachments(section, (words) => { told.textContent = words; });
+  const form = el("form", { class: "ask", novalidate: true }, files.list, text,
+    el("div", { class: "buttons" }, files.button, files.choose, stop, send), chosen.node);
+  const fresh = el("button", { type: "button", text: "New chat", click: () => open(tree.conversation(shell.model())) });
+  const past = el("details", { class: "past" }, el("summary", { text: "History" }));
+  section.append(el("div", { class: "bar" }, fresh, past), said, told, form);
+  let talk = tree.conversation(shell.model()), control = null;
+
+  function open(other) {
+    control?.abort();
+    free();
+    talk = tree.settle(other);
+    told.textContent = "";
+    draw();
+    text.focus();
+  }
+
+  // Let the user ask again. The focus stays where it was, on the button in the same place.
+  function free() {
+    const had = document.activeElement === stop;
+    control = null;
+    stop.hidden = true;
+    send.disabled = false;
+    if (had) send.focus();
+  }
+
+  // Return whether a question can be asked now; say why not.
+  function ready() {
+    if (control) return false;
+    told.textContent = shell.model() ? chosen.problem() : "There is no model yet: Models can pull one.";
+    return !told.textContent;
+  }
+
+  // Draw the conversation. The focus stays on what has the same name in the same message.
+  function draw() {
+    const had = document.activeElement, box = had.closest(".talk > article");
+    const at = [...said.children].indexOf(box), named = nameOf(had);
+    said.replaceChildren(...tree.path(talk).map((node) => messageOf(node)));
+    if (!said.childElementCount) {
+      said.append(el("p", { class: "empty", text: "Answers come from this machine. Nothing leaves it." }));
+    }
+    said.scrollTop = said.scrollHeight;
+    if (!box) return;
+    const same = [...said.children[at]?.querySelectorAll("button") ?? []].find((one) => nameOf(one) === named && !one.disabled);
+    (same ?? text).focus({ preventScroll: true });
+  }
+
+  // Return the element of a message; `update` draws the parts that grow.
+  function messageOf(node) {
+    const own = node.role === "user";
+    const body = el("div", { class: "body" });
+    const thought = el("div", { class: "thought" });
+    const thinking = el("details", { class: "thinking", hidden: true }, el("summary", { text: "Thinking" }), thought);
+    const foot = el("p", { class: "soft figures" });
+    const box = el("article", { class: own ? "own" : "answer", "aria-label": own ? "You" : "Answer" },
+      ...(node.files ?? []).map((file) => el("p", { class: "file", text: file.name })), thinking, body, foot);
+    box.update = () => {
+      thinking.hidden = !node.thinking;
+      thought.textContent = node.thinking ?? "";
+      if (own) body.textContent = node.text;
+      else body.replaceChildren(markdown(node.text), ...(node.calls ?? []).map(callOf));
+      foot.textContent = node.error ?? node.state ?? figures(node);
+      foot.classList.toggle("bad", Boolean(node.error));
+    };
+    box.update();
+    box.append(actionsOf(node, own, box));
+    return box;
+  }
+
+  function actionsOf(node, own, box) {
+    const all = tree.siblings(talk, node), at = all.indexOf(node);
+    const busy = control ? "true" : null; // not `disabled`: the focus would leave
+    const step = (by, words, sign) => el("button", {
+      type: "button", "aria-label": words, disabled: !all[at + by], "aria-disabled": busy, text: sign,
+      click: () => { if (!control) { tree.walk(talk, node, by); keep(); draw(); } },
+    });
+    const branches = all.length > 1
+      ? [step(-1, "Earlier version", "‹"), el("span", { text: `${at + 1}/${all.length}` }), step(1, "Later version", "›")] : [];
+    const [verb, click] = own ? ["Edit", () => control || edit(node, box)]
+      : [node.error ? "Retry" : "Regenerate", () => ready() && answer(tree.parentOf(talk, node))];
+    const change = el("button", { type: "button", text: verb, "aria-disabled": busy, click });
+    return el("div", { class: "actions" }, ...branches, change);
+  }
+
+  // Let the user change a question; its old version stays as another branch.
+  function edit(node, box) {
+    const field = el("textarea", { rows: "3", "aria-label": "Changed question" });
+    field.value = node.text;
+    const done = el("button", { type: "button", class: "main", text: "Ask again", click: () => {
+      if (!field.value.trim() || !ready()) return;
+      answer(tree.add(talk, tree.parentOf(talk, node), { role: "user", text: field.value, files: node.files }));
+    } });
+    const back = el("button", { type: "button", text: "Cancel", click: draw });
+    box.replaceChildren(field, el("div", { class: "buttons" }, back, done));
+    field.focus();
+  }
+
+  // Answer a question, which is in the tree, after `ready`.
+  async function answer(question) {
+    const node = { role: "assistant", text: "", thinking: "", calls: [], model: shell.model(), growing: true };
+    const asked = {
+      model: node.model, messages: tree.messages(talk, question, chosen.system()),
+      options: chosen.options(), format: chosen.format(),
+    };
+    const mine = talk, added = tree.add(mine, question, node);
+    const own = control = new AbortController();
+    stop.hidden = false;
+    if (document.activeElement === send) stop.focus();
+    send.disabled = true;
+    added.state = "Loading the model …";
+    draw();
+    keep(mine);
+    const drawn = follow(added, mine), seen = shell.watch();
+    try {
+      const response = await shell.request("/api/chat", { method: "POST", json: asked, signal: own.signal });
+      let ended = false;
+      for await (const line of shell.lines(response)) {
+        seen(); // it is loaded
+        if (line.error) throw new Error(line.error);
+        heard(added, line);
+        ended = line.done;
+        drawn.soon();
+      }
+      if (!ended) throw new Error("The server ended before the answer did.");
+    } catch (error) {
+      if (own.signal.aborted) added.state = "Stopped.";
+      else added.error = cutOff(error) ? "The server does not answer. What came is kept." : error.message;
+    }
+    seen();
+    if (!own.signal.aborted) delete added.state;
+    delete added.growing;
+    drawn.end();
+    if (control === own) free();
+    shell.announce(added.error ?? added.state ?? `Answer: ${added.text.slice(0, MOST_SPOKEN)}`);
+    await keep(mine);
+    if (talk === mine && !control) draw();
+    shell.refresh().catch(() => {});
+  }
+
+  function heard(node, line) {
+    const { message = {}, prompt_progress: progress } = line;
+    node.text += message.content ?? "";
+    node.thinking += message.thinking ?? "";
+    if (message.tool_calls) node.calls.push(...message.tool_calls);
+    if (progress) {
+      node.state = `Reading the prompt: ${progress.processed} of ${progress.total} tokens`;
+    } else if (line.done) {
+      node.figures = line;
+      delete node.figures.message;
+    } else {
+      delete node.state;
+    }
+  }
+
+  // Draw an answer while it grows, not for every token.
+  function follow(node, mine) {
+    let timer = null, kept = Date.now();
+    const update = () => {
+      timer = null;
+      if (node.growing && Date.now() - kept > KEEP_MS) {
+        kept = Date.now();
+        keep(mine);
+      }
+      const box = said.lastElementChild;
+      if (talk !== mine || !box?.update) return;
+      const near = said.scrollHeight - said.scrollTop - said.clientHeight < 80;
+      box.update();
+      if (near) said.scrollTop = said.scrollHeight;
+    };
+    return {
+      soon: () => { timer ??= setTimeout(update, node.text.length > LONG ? 10 * DRAW_MS : DRAW_MS); },
+      end: () => { clearTimeout(timer); update(); },
+    };
+  }
+
+  async function keep(mine = talk) {
+    try {
+      const before = mine.gone;
+      if (!await history.put(mine) && !before && talk === mine) {
+        told.textContent = "Another tab deleted this chat: what is said from now on is not kept.";
+      }
+    } catch (error) {
+      told.textContent = history.wordsOf(error);
+    }
+    if (past.open && !control) list();
+  }
+
+  // Show the conversations that the browser keeps.
+  async function list() {
+    let talks = [];
+    try {
+      talks = await history.all();
+    } catch (error) {
+      told.textContent = history.wordsOf(error);
+    }
+    const rows = talks.map((one) => el("li", {},
+      el("button", { type: "button", class: "plain", text: one.title, click: () => {
+        if (one.id !== talk.id) open(one);
+        past.open = false;
+      } }),
+      el("button", { type: "button", "aria-label": `Delete ${one.title}`, text: "Delete", click: async () => {
+        if (one.id === talk.id) leave();
+        await history.remove(one.id);
+        past.firstElementChild.focus();
+        list();
+      } })));
+    past.replaceChildren(past.firstElementChild, el("ul", {}, ...rows), el("div", { class: "buttons" },
+      el("button", { type: "button", text: "Export", disabled: !talks.length, click: () => save(talks) }),
+      el("button", { type: "button", text: "Delete all", disabled: !talks.length, click: async () => {
+        if (!window.confirm("Delete all chats of this browser?")) return;
+        leave();
+        await history.clear();
+        list();
+      } })));
+  }
+
+  // Leave a conversation that is deleted, for an empty one.
+  function leave() {
+    talk.gone = true;
+    open(tree.conversation(shell.model()));
+  }
+
+  // Take over what another tab has added to the conversation.
+  async function follows() {
+    if (document.hidden || control || said.querySelector("textarea")) return;
+    const found = await history.get(talk.id).catch(() => null);
+    if (!found || control || found.id !== talk.id || found.saved === talk.saved) return;
+    talk = tree.settle(found);
+    draw();
+  }
+
+  function save(talks) {
+    const address = URL.createObjectURL(new Blob([JSON.stringify(talks, null, 1)], { type: "application/json" }));
+    el("a", { href: address, download: "moeinf-chats.json" }).click();
+    setTimeout(() => URL.revokeObjectURL(address), 1000);
+  }
+
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    const question = text.value;
+    if (!question.trim() || !ready()) return;
+    text.value = "";
+    const last = tree.path(talk).at(-1) ?? null;
+    answer(tree.add(talk, last, { role: "user", text: question, files: files.take() }));
+  });
+  text.addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+      event.preventDefault();
+      form.requestSubmit();
+    }
+  });
+  stop.addEventListener("click", () => control?.abort());
+  document.addEventListener("visibilitychange", follows);
+  past.addEventListener("toggle", () => past.open && list());
+  return {
+    // Open the newest conversation at first.
+    async show() {
+      text.focus();
+      if (said.childElementCount) return;
+      draw();
+      const [newest] = await history.all().catch(() => []);
+      if (newest && !tree.path(talk).length) open(newest);
+    },
+    hide() {},
+  };
+}
+
+// Return the name by which a control is found again.
+function nameOf(node) {
+  return node.getAttribute("aria-label") ?? node.textContent;
+}
+
+// Return whether a stream was cut off: the network's error, or half a line of JSON.
+function cutOff(error) {
+  return error instanceof TypeError || error instanceof SyntaxError;
+}
+
+function callOf(call) {
+  const { name, arguments: values } = call.function;
+  return el("div", { class: "code" }, el("div", { class: "code-head" }, el("span", { text: `Tool call: ${name}` })),
+    el("pre", { tabindex: "0" }, el("code", { text: JSON.stringify(values, null, 1) })));
+}
+
+// Return an answer's figures in a line.
+function figures({ figures: line, model }) {
+  if (!line?.eval_count) return "";
+  const parts = [model, `${figure(line.eval_count / (line.eval_duration / 1e9))} tokens/s`];
+  if (line.expert_uses) {
+    parts.push(`${percent(line.expert_hits / line.expert_uses, 1)} hits`, `${bytes(line.expert_bytes_read)} read`);
+  }
+  if (line.done_reason === "length") parts.push("cut off at the most tokens");
+  return parts.join(" · ");
+}

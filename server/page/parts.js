@@ -1,0 +1,89 @@
+// Small pieces that both panes use: DOM nodes, numbers in words, sharp canvases.
+
+// Return an element. Text is set as text, never as markup; a value that is a function is a listener.
+export function el(tag, about = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(about)) {
+    if (typeof value === "function") node.addEventListener(name, value);
+    else if (name === "text") node.textContent = value;
+    else if (name === "class") node.className = value;
+    else if (value === true) node.setAttribute(name, "");
+    else if (value !== false && value != null) node.setAttribute(name, value);
+  }
+  node.append(...children.filter((child) => child != null));
+  return node;
+}
+
+// Set the text of a node; parts between backquotes are code.
+export function say(node, text) {
+  const parts = text.split("`").map((part, number) => (number % 2 ? el("code", { text: part }) : part));
+  node.replaceChildren(...parts);
+  return node;
+}
+
+const UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
+
+// Return bytes as the command line shows them.
+export function bytes(count) {
+  let power = 0;
+  while (Math.abs(count) >= 1024 && power < UNITS.length - 1) {
+    count /= 1024;
+    power += 1;
+  }
+  return `${power ? count.toFixed(1) : Math.round(count)} ${UNITS[power]}`;
+}
+
+export function percent(share, digits = 0) {
+  return share == null || Number.isNaN(share) ? "–" : `${(100 * share).toFixed(digits)} %`;
+}
+
+// Return a speed with as many digits as it needs.
+export function figure(value) {
+  if (value == null) return "–";
+  return value >= 100 ? value.toFixed(0) : value.toFixed(1);
+}
+
+// Return a table with a caption, the names of its columns and rows of texts.
+export function table(caption, columns, rows) {
+  const head = el("tr", {}, ...columns.map((text) => el("th", { scope: "col", text })));
+  const body = rows.map(([first, ...rest]) =>
+    el("tr", {}, el("th", { scope: "row", text: first }), ...rest.map((text) => el("td", { text }))));
+  return el("div", { class: "panes-scroll", tabindex: "0", role: "region", "aria-label": caption },
+    el("table", {}, el("caption", { text: caption }), el("thead", {}, head), el("tbody", {}, ...body)));
+}
+
+// Return a list of names with their values.
+export function facts(pairs) {
+  const list = el("dl", { class: "panes-facts" });
+  for (const [name, value] of pairs) {
+    list.append(el("div", {}, el("dt", { text: name }), el("dd", { text: value })));
+  }
+  return list;
+}
+
+// Return the context of a canvas of this size in CSS pixels, sharp on every screen.
+export function sharp(canvas, width, height) {
+  const ratio = window.devicePixelRatio || 1;
+  const [across, down] = [Math.round(width * ratio), Math.round(height * ratio)];
+  if (canvas.width !== across || canvas.height !== down) {
+    canvas.width = across;
+    canvas.height = down;
+    canvas.style.width = `${width}px`;
+    canvas.style.height = `${height}px`;
+  }
+  const context = canvas.getContext("2d");
+  context.setTransform(ratio, 0, 0, ratio, 0, 0);
+  return context;
+}
+
+// Return a colour of the style sheet, such as "--panes-ram".
+export function colour(node, name) {
+  return getComputedStyle(node).getPropertyValue(name).trim();
+}
+
+// Return the numbers of a colour of six hexadecimal digits.
+export function rgb(text) {
+  return [1, 3, 5].map((start) => parseInt(text.slice(start, start + 2), 16));
+}
+
+export const calm = window.matchMedia("(prefers-reduced-motion: reduce)");

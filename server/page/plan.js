@@ -1,0 +1,47 @@
+// The plan of a model, as `moeinf plan` prints it: the verdict, its figures, other memory, other tags.
+
+import { bytes, el, facts, figure, say, table } from "./parts.js";
+
+// Return the plan as a node, or the error in its place.
+export async function planOf(shell, model) {
+  try {
+    const answer = await shell.request("/api/plan", { method: "POST", json: { model } });
+    const node = shown(await answer.json());
+    shell.announce(node.firstChild.textContent);
+    return node;
+  } catch (error) {
+    shell.announce(error.message);
+    return say(el("p", { class: "panes-bad" }), error.message);
+  }
+}
+
+function shown(plan) {
+  const node = el("div", { class: "panes-plan" },
+    el("p", { class: plan.runs ? "panes-verdict" : "panes-verdict panes-bad", text: plan.verdict }),
+    plan.try ? say(el("p"), `Try: ${plan.try}`) : null,
+    facts([
+      ["RAM", `${bytes(plan.needed_ram_bytes)} needed, ${bytes(plan.machine.free_ram_bytes)} free`],
+      ["disk", `${bytes(plan.disk_bytes)}, ${bytes(plan.machine.free_disk_bytes)} free`],
+      ...plan.download_bytes ? [["download", bytes(plan.download_bytes)]] : [],
+      ...plan.tiers.map((tier) => [`experts, ${tier.name === "device" ? "GPU" : tier.name}`,
+        `${tier.experts}, ${bytes(tier.bytes)}`]),
+      ["least memory", bytes(plan.min_memory_bytes)],
+      ["KV cache", `${bytes(plan.kv_bytes)} for ${plan.context} tokens`],
+      ["decoding, measured", speed(plan.expected_tokens_per_s)],
+      ["decoding, bound", speed(plan.bound_tokens_per_s)],
+    ]),
+    table("With other memory for experts", ["Memory", "Experts in RAM", "Fits", "Decoding at most", "Measured"],
+      plan.ladder.map((rung) => [bytes(rung.memory_bytes), `${rung.experts_in_ram}`, rung.fits ? "yes" : "no",
+        speed(rung.bound_tokens_per_s), speed(rung.measured_tokens_per_s)])));
+  if (plan.tags.length) {
+    node.append(table("Tags", ["Tag", "On disk", "Least memory", "Decoding at most", "Fits"],
+      plan.tags.map((row) => [row.tag, bytes(row.disk_bytes), bytes(row.min_memory_bytes),
+        speed(row.bound_tokens_per_s), row.fits ? "yes" : Object.values(row.problems).join("; ")])));
+  }
+  for (const note of plan.notes) node.append(el("p", { class: "panes-state", text: note }));
+  return node;
+}
+
+function speed(tokens) {
+  return tokens == null ? "–" : `${figure(tokens)} tokens/s`;
+}

@@ -1,0 +1,123 @@
+// What all panes share: requests with the key, lines of JSON, and the model that is chosen.
+
+const KEY = "moeinf-key";
+const CHOSEN = "moeinf-model";
+const WATCH_MS = 300; // between two looks at a model that loads
+
+// Return the shell. Its elements are those of index.html.
+export function shellOf(find) {
+  const [select, state, said, dialog] = ["model", "state", "said", "key"].map(find);
+  const listeners = [];
+  let asking = null, answered = 0, shown = null;
+
+  // Ask for the key once, however many requests were refused. before: the key that was refused;
+  // since: how often the user had answered when that request was sent.
+  function askKey(before, since) {
+    if (!asking && answered > since) return sessionStorage.getItem(KEY) !== before;
+    asking ??= new Promise((resolve) => {
+      if (before) find("key-said").textContent = "The server refused the key before.";
+      dialog.addEventListener("close", () => {
+        const value = dialog.returnValue === "use" ? find("key-value").value.trim() : "";
+        find("key-value").value = "";
+        if (value) sessionStorage.setItem(KEY, value);
+        asking = null;
+        answered += 1;
+        resolve(Boolean(value));
+      }, { once: true });
+      dialog.returnValue = "";
+      dialog.showModal();
+    });
+    return asking;
+  }
+
+  // ask: whether a refusal may ask the user for a key.
+  async function request(path, { method = "GET", json, signal, ask = true } = {}) {
+    const headers = {};
+    if (json !== undefined) headers["Content-Type"] = "application/json";
+    const key = sessionStorage.getItem(KEY), since = answered;
+    if (key) headers.Authorization = `Bearer ${key}`;
+    const body = json === undefined ? undefined : JSON.stringify(json);
+    const answer = await fetch(path, { method, headers, body, signal });
+    if (answer.status === 401 && ask && await askKey(key, since)) return request(path, { method, json, signal });
+    if (!answer.ok) throw new Error(await words(answer));
+    return answer;
+  }
+
+  // Return the server's own words for a refusal.
+  async function words(answer) {
+    try {
+      const { error } = await answer.json();
+      return typeof error === "string" ? error : error.message;
+    } catch {
+      return `The server answered ${answer.status}.`;
+    }
+  }
+
+  async function* lines(answer) {
+    let rest = "";
+    const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+    try {
+      for (;;) {
+        const { done, value } = await reader.read();
+        if (done) break;
+        const parts = (rest + value).split("\n");
+        rest = parts.pop();
+        for (const part of parts) if (part) yield JSON.parse(part);
+      }
+      if (rest.trim()) yield JSON.parse(rest);
+    } finally {
+      reader.cancel().catch(() => {});
+    }
+  }
+
+  // Fill the selector, which may be open; keep the choice, or take what is loaded or used last.
+  async function refresh(ask = true) {
+    const [tags, running] = await Promise.all(
+      ["/api/tags", "/api/ps"].map(async (path) => (await request(path, { ask })).json()));
+    const names = tags.models.map((one) => one.name);
+    const loaded = new Set(running.models.map((one) => one.name));
+    const before = select.value || localStorage.getItem(CHOSEN);
+    const states = Object.fromEntries([...loaded].map((name) => [name, "loaded"]));
+    for (const one of running.loading) states[one.model] ??= loadingWords(one);
+    const texts = names.map((name) => states[name] ? `${name} (${states[name]})` : name);
+    if (texts.join("\n") !== shown) {
+      shown = texts.join("\n");
+      select.replaceChildren(...texts.map((text, at) => new Option(text, names[at])));
+    }
+    const chosen = names.includes(before) ? before : [...loaded][0] ?? names[0] ?? "";
+    select.value = chosen;
+    const now = !names.length ? "no model yet: see Models" : states[chosen] ?? "not loaded";
+    if (state.textContent !== now) state.textContent = now;
+    if (chosen !== before) changed();
+    return running.models.find((one) => one.name === chosen);
+  }
+
+  function loadingWords({ read_bytes: read, total_bytes: total }) {
+    return total ? `loading, ${Math.floor((100 * read) / total)} %` : "loading";
+  }
+
+  // Show how the model loads until the returned function is called.
+  function watch() {
+    let timer = null;
+    const look = async () => {
+      await refresh(false).catch(() => {});
+      if (timer) timer = setTimeout(look, WATCH_MS);
+    };
+    timer = setTimeout(look, WATCH_MS);
+    return () => { clearTimeout(timer); timer = null; };
+  }
+
+  function changed() {
+    localStorage.setItem(CHOSEN, select.value);
+    for (const listener of listeners) listener(select.value);
+  }
+
+  select.addEventListener("change", () => { changed(); refresh().catch(() => {}); });
+  return {
+    request, lines, refresh, watch,
+    model: () => select.value,
+    onModel: (listener) => listeners.push(listener),
+    announce: (text) => { said.textContent = text; },
+    state: (text) => { state.textContent = text; },
+  };
+}

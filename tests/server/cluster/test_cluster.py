@@ -1,0 +1,117 @@
+"""Test replicas in a Ray cluster of this machine: the APIs, cancellation, faults, an update."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ray", reason="needs pip install 'moeinf[cluster]'")
+from tests.server.cluster.clients import LONG
+from tests.server.cluster.local_cluster import Cluster
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(240)]
+
+CHAT = {"model": "demo", "messages": [{"role": "user", "content": "17+25="}], "max_tokens": 4}
+
+
+@pytest.fixture(scope="module")
+def cluster(demo_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    found = Cluster(demo_home, tmp_path_factory.mktemp("cluster") / "log", "--retry")
+    try:
+        yield found
+    finally:
+        code = found.close()
+    assert code in (0, 130)
+
+
+def test_every_api_answers_through_the_doors(cluster: Cluster) -> None:
+    ollama = cluster.post("/api/chat", {**CHAT, "stream": False, "options": {"temperature": 0}})
+    assert ollama.json()["message"]["content"] == "42"
+    openai = cluster.post("/v1/chat/completions", {**CHAT, "temperature": 0})
+    assert openai.json()["choices"][0]["message"]["content"] == "42"
+    anthropic = cluster.post("/v1/messages", {**CHAT, "temperature": 0})
+    assert anthropic.json()["content"] == [{"type": "text", "text": "42"}]
+    responses = cluster.post(
+        "/v1/responses", {"model": "demo", "input": "17+25=", "temperature": 0}
+    )
+    assert responses.json()["status"] == "completed"
+    text, lines = cluster.long_answer()
+    assert len(text) > 100
+    assert lines.count("data: [DONE]") == 1
+
+
+def test_errors_have_the_form_of_their_api(cluster: Cluster) -> None:
+    assert (
+        cluster.post("/api/chat", {"model": "none", "messages": []}).json()["code"]
+        == "model_not_found"
+    )
+    found = cluster.post("/v1/chat/completions", {**CHAT, "model": "none"})
+    assert (found.status_code, found.json()["error"]["code"]) == (404, "model_not_found")
+    assert cluster.client.get("/", headers={"host": "evil.example"}).status_code == 403
+
+
+def test_a_conversation_stays_where_its_prefix_is(cluster: Cluster) -> None:
+    before = cluster.metric(r'moeinf:router_decisions_total\{.*rank="prefix"')
+    talk = [{"role": "user", "content": "1+1="}]
+    for turn in range(4):
+        body = {**CHAT, "messages": talk, "temperature": 0}
+        answer = cluster.post("/v1/chat/completions", body).json()["choices"][0]["message"]
+        talk += [answer, {"role": "user", "content": f"{turn}+1="}]
+    assert cluster.metric(r'moeinf:router_decisions_total\{.*rank="prefix"') >= before + 3
+
+
+def test_leaving_a_stream_stops_the_engine(cluster: Cluster) -> None:
+    aborted = r"moeinf:request_success_total\{.*\"abort\""
+    before = cluster.metric(aborted)
+    with cluster.client.stream("POST", "/v1/completions", json=LONG) as answer:
+        next(answer.iter_lines())
+    until = time.monotonic() + 20
+    while cluster.metric(aborted) != before + 1:
+        assert time.monotonic() < until
+        time.sleep(0.2)
+    assert cluster.metric("moeinf:num_requests_running") == 0
+
+
+def test_a_killed_replica_costs_no_token_with_retry(cluster: Cluster) -> None:
+    whole, lines = cluster.long_answer()
+    text, again = cluster.long_answer(kill_after=40)
+    assert text == whole
+    assert len(again) == len(lines)
+    assert again.count("data: [DONE]") == 1
+
+
+def test_a_killed_replica_ends_its_stream_by_an_error(demo_home: Path, tmp_path: Path) -> None:
+    alone = Cluster(demo_home, tmp_path / "log", "--replicas", "1", "--router", "prefix")
+    try:
+        whole, _ = alone.long_answer()
+        text, lines = alone.long_answer(kill_after=40)
+        assert whole.startswith(text)
+        assert len(text) < len(whole)
+        last = [line for line in lines if line][-1]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "replica_lost"
+        assert alone.long_answer()[0] == whole  # by a new replica
+    finally:
+        assert alone.close() in (0, 130)
+
+
+def test_an_update_lets_running_answers_end(demo_home: Path, tmp_path: Path) -> None:
+    environment = {**os.environ, "MOEINF_HOME": str(demo_home), "RAY_USAGE_STATS_ENABLED": "0"}
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.server.cluster.rolling"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        cwd=Path(__file__).parents[3],
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    (line,) = [line for line in run.stdout.splitlines() if line.startswith("{")]
+    seen = json.loads(line)
+    assert seen == {"same": True, "tokens": 400, "after": True, "status": "RUNNING"}

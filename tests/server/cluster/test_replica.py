@@ -1,0 +1,89 @@
+"""Test a replica without Ray: the messages of its answers, and what it publishes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moeinf.offload.replicas.router import Published
+from moeinf.runtime.config import EngineConfig, PrefixBudget, ServerSettings
+from moeinf.runtime.sizes import MemorySize
+from moeinf.server.cluster.asking import asked_of
+from moeinf.server.cluster.replica import Replica
+
+CONFIG = EngineConfig(memory=MemorySize(share=0.5))
+
+
+def scope_of(path: str, body: bytes) -> dict[str, Any]:
+    headers = [(b"host", b"public.example"), (b"content-length", b"%d" % len(body))]
+    return {
+        "type": "http", "http_version": "1.1", "method": "POST", "scheme": "http", "path": path,
+        "raw_path": path.encode(), "query_string": b"", "root_path": "", "headers": headers,
+        "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("prefix", [PrefixBudget(), None])
+def test_a_replica_answers_and_publishes(
+    demo_home: Path, monkeypatch: pytest.MonkeyPatch, prefix: PrefixBudget | None
+) -> None:
+    monkeypatch.setenv("MOEINF_HOME", str(demo_home))
+
+    async def run() -> None:
+        config = replace(CONFIG, prefix=prefix)
+        replica = Replica(config, ServerSettings(api_key="secret"), lambda _: None)
+        await replica.open()
+        body = json.dumps({
+            "model": "demo", "prompt": "17+25=", "options": {"temperature": 0}
+        }).encode()  # fmt: skip
+        asked = asked_of([], body)
+        try:
+            assert replica.record_routing_stats()["models"] == {}
+            start, *parts = [
+                m async for m in replica.answer(scope_of("/api/generate", body), body, asked)
+            ]
+            assert start["status"] == 200
+            lines = b"".join(part.get("body", b"") for part in parts).splitlines()
+            words = [json.loads(line)["response"] for line in lines]
+            assert "".join(words) == "42"
+            stats = replica.record_routing_stats()
+            published = stats["models"]["demo"]
+            assert isinstance(published, Published)
+            (observed,) = published.observed
+            assert observed.number == asked.number
+            layers, experts = observed.eam.shape
+            assert published.resident.shape == (layers * experts,)
+            assert 0 < published.resident.sum() <= 0.5 * layers * experts + 1
+            # Every layer has routed the same number of rows.
+            assert len(np.unique(observed.eam.sum(1))) == 1
+            assert published.prefixes == frozenset(asked.prefixes if prefix else ())
+            assert "moeinf:generation_tokens_total" in stats["metrics"]
+            assert replica.record_routing_stats()["models"]["demo"].observed == ()
+            await leave(replica)
+        finally:
+            await replica.close()
+
+    asyncio.run(run())
+
+
+async def leave(replica: Replica) -> None:
+    """Leave an answer after its first part; the engine must stop soon."""
+    body = json.dumps({
+        "model": "demo", "prompt": "a b c", "raw": True,
+        "options": {"temperature": 0, "num_predict": 100_000, "num_ctx": 512},
+    }).encode()  # fmt: skip
+    answer = replica.answer(scope_of("/api/generate", body), body, asked_of([], body))
+    async for message in answer:
+        if message["type"] == "http.response.body":
+            break
+    await answer.aclose()  # type: ignore[attr-defined]
+    (loaded,) = replica._app.state.host.loaded()
+    async with asyncio.timeout(10):
+        while not loaded.worker.idle:
+            await asyncio.sleep(0.01)
