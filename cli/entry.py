@@ -6,6 +6,7 @@ Imports nothing heavy: before the handler is set, an interrupt prints a tracebac
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import signal
 import sys
@@ -14,8 +15,8 @@ from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
 
-_INTERRUPTED = 130
-_IMPORT = "<frozen importlib._bootstrap>"
+from moeinf.cli.leave import INTERRUPTED, leave, leave_imports
+
 _AGAIN_S = 0.01
 
 
@@ -29,18 +30,24 @@ def main() -> NoReturn:
         # If SIGINT was ignored at the start (nohup, a shell's background job), it stays ignored.
         ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
         if ours:
-            signal.signal(signal.SIGINT, _leave)
+            signal.signal(signal.SIGINT, leave)
+        gc.disable()  # what is imported stays: a collection would free nothing
+        from moeinf.cli import torch_finder
         from moeinf.cli.main import answer
 
-        if ours:
+        gc.freeze()
+        gc.enable()
+        torch_finder.install()
+        if hasattr(signal, "setitimer"):  # not on Windows: such a signal is lost
             sys.unraisablehook = _raise_again
             signal.signal(signal.SIGALRM, _interrupt)
+        if ours:
             signal.signal(signal.SIGINT, _interrupt)
         code = answer(sys.argv[1:])
     except KeyboardInterrupt:  # outside `answer`, which catches all others
-        code = _INTERRUPTED
+        code = INTERRUPTED
     if ours:
-        signal.signal(signal.SIGINT, _leave)
+        signal.signal(signal.SIGINT, leave)
         # A late Ctrl-C must not replace the exit code while the functions of atexit run.
         atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
     _finish(code)
@@ -60,28 +67,17 @@ def _finish(code: int) -> NoReturn:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Raise KeyboardInterrupt, or exit at once while a module is imported.
-
-    torch swallows exceptions while it is imported, and then stays half initialised.
-    """
-    above = frame
-    while above is not None:
-        if above.f_code.co_filename == _IMPORT:
-            _leave(number, frame)
-        above = above.f_back
+    """Raise KeyboardInterrupt, or exit at once while a module is imported."""
+    leave_imports(number, frame)
     raise KeyboardInterrupt
 
 
 def _raise_again(lost: sys.UnraisableHookArgs) -> None:
-    """Raise a KeyboardInterrupt again that Python dropped, for example in a `__del__`."""
+    """Raise a KeyboardInterrupt again that Python dropped, for example in a `__del__`.
+
+    SIGTERM raises a kind of it, also where SIGINT is ignored.
+    """
     if isinstance(lost.exc_value, KeyboardInterrupt):
         signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)  # this frame would drop it, too
     else:
         sys.__unraisablehook__(lost)
-
-
-def _leave(_signal: int, _frame: FrameType | None) -> None:
-    """Exit at once: nothing needs cleaning up that the next command does not clean up."""
-    if os.isatty(2) and os.environ.get("TERM", "dumb") != "dumb":
-        os.write(2, b"\x1b[?25h")  # a progress bar hides the cursor
-    os._exit(_INTERRUPTED)

@@ -18,6 +18,7 @@ from moeinf.cli.lazy import Lazy, LazyCommands, LazyGroup, light
 from moeinf.cli.output import Output, flush
 from moeinf.runtime.config import read_environment
 from moeinf.runtime.invalid import InvalidValue
+from moeinf.runtime.version import surroundings
 from moeinf.runtime.version import version as this_version
 
 _INTERRUPTED = 130
@@ -33,8 +34,10 @@ COMMANDS = {
     "bench": Lazy("measuring.bench", "bench", "Measure a model's speed and memory."),
     "eval": Lazy("measuring.eval", "evaluate_text", "Measure a model's perplexity on a text."),
     "ps": Lazy("ps", "ps", "Show which models run."),
+    "top": Lazy("top", "top", "Watch the experts of a running model."),
     "stop": Lazy("stop", "stop", "Unload a model."),
     "set": Lazy("set_memory", "set_memory", "Change the memory of a running model."),
+    "create": Lazy("models.create", "create", "Make a name with a Modelfile's defaults."),
     "cp": Lazy("models.cp", "cp", "Copy a model under a new name; it takes no space."),
     "rm": Lazy("models.rm", "rm", "Delete models."),
     "export": Lazy("models.export", "export", "Write a model as a GGUF file."),
@@ -44,6 +47,8 @@ COMMANDS = {
     "verify": Lazy("models.verify", "verify", "Check a model's files against their hashes."),
     "prune": Lazy("models.prune", "prune", "Remove unfinished pulls."),
     "devices": Lazy("measuring.devices", "devices", "Measure memory, drive and GPUs."),
+    "launch": Lazy("launch", "launch", "Start a coding agent that uses the server."),
+    "doctor": Lazy("doctor", "doctor", "Say what is missing here, and what to type for it."),
     "serve": Lazy("serve", "serve", "Answer over HTTP, as Ollama and OpenAI do."),
     "help": Lazy("help", "help_of", "Show the help of a command."),
 }
@@ -58,19 +63,19 @@ app = typer.Typer(
 )
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
-        Output().line(f"moeinf version is {this_version()}")
-        raise typer.Exit
-
-
 @app.callback()
 def _root(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", "-v", callback=_version, is_eager=True, help="The version.")
+        bool, typer.Option("--version", "-v", help="The version; --verbose adds what it runs on.")
     ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", hidden=True)] = False,
 ) -> None:
+    if version:
+        Output().line(f"moeinf version is {this_version()}")
+        if verbose:
+            Output().fields(list(surroundings().items()))
+        raise typer.Exit
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 

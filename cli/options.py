@@ -38,6 +38,13 @@ def _memory(text: str) -> MemorySize:
         raise typer.BadParameter(str(error)) from error
 
 
+def memory_or_auto(text: str) -> str:
+    """Return the text of a memory size, or `auto`, which a server parses again."""
+    if text.strip() != "auto":
+        _memory(text)
+    return text
+
+
 def _duration(text: str) -> float:
     try:
         return parse_duration(text)

@@ -26,7 +26,7 @@ from moeinf.cli.word_wrap import WordWrap
 from moeinf.errors import Failure, problem
 from moeinf.runtime.visible import json_visible, visible
 
-if TYPE_CHECKING:  # `list` and `ps` into a pipe need no more of rich than `cells`
+if TYPE_CHECKING:  # into a pipe, `list` and `run --quiet` need only `cells` of rich
     from rich.console import Console
     from rich.text import Text
 
@@ -91,8 +91,9 @@ class Output:
         """
         if self._thinking:
             self._end_thinking()
-        shown = visible(text) if is_terminal(self.console) else text
-        _write(self._wrap.add(shown, self._columns(self.console)))
+        console = self._terminal
+        shown = text if console is None or not is_terminal(console) else visible(text)
+        _write(self._wrap.add(shown, self._columns(console)))
 
     def thinking(self, text: str) -> None:
         """Print a model's reasoning dimmed on stderr, so that stdout holds only the answer."""
@@ -123,12 +124,13 @@ class Output:
         both = is_terminal(self.console) and is_terminal(self.err)
         return self._wrap if both else self._stderr_wrap
 
-    def _columns(self, console: Console) -> int:
-        return columns(console) if self.wordwrap else 0
+    def _columns(self, console: Console | None) -> int:
+        return columns(console) if self.wordwrap and console is not None else 0
 
     def spinner(self, text: str) -> Spinner:
         """Return a spinner to show on stderr while something runs: on terminals only."""
-        drawn = columns(self.err) and not (self.quiet or self.json)
+        plain = "err" not in vars(self) and is_plain(sys.stderr)
+        drawn = not (plain or self.quiet or self.json) and columns(self.err)
         self._spinner = Spinner(self.err if drawn else None, text)
         return self._spinner
 
@@ -319,6 +321,11 @@ def _fitted(widths: Sequence[int], keys: int, width: float) -> tuple[int, list[l
             tables.append(first.copy())
         tables[-1].append(column)
     return gap, tables
+
+
+def draw(text: str) -> None:
+    """Write text with control sequences of our own to a terminal. Raises OutputFailed."""
+    _write(text)
 
 
 def flush() -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from moeinf.runtime.names import ModelName
+from moeinf.runtime.names import ModelName, in_home
 from moeinf.runtime.requests import Form, Limits, Message, SamplingOptions
 from moeinf.runtime.sampling.schema_limits import MOST_BYTES, BadFormat, check_schema
 from moeinf.runtime.sizes import format_bytes
@@ -104,6 +103,10 @@ class Partner(Protocol):
 
     def template(self) -> str | None: ...
 
+    def default_system(self) -> str:
+        """Return the model's own system message, of `moeinf create`; empty without one."""
+        ...
+
     def cache(self) -> Fields: ...
 
 
@@ -132,7 +135,7 @@ def parse_form(text: str) -> Form:
         if text.lstrip().startswith("{"):
             said = text
         else:
-            with Path(text).expanduser().open(encoding="utf-8") as file:
+            with in_home(text).open(encoding="utf-8") as file:
                 said = file.read(_MOST_CHARACTERS + 1)
         if len(said) > _MOST_CHARACTERS:
             raise BadFormat(f"format: the schema has more than {_MOST_CHARACTERS} characters")

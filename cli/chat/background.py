@@ -8,7 +8,6 @@ ends with `run`. The server ends when it has had no model and no request for UNU
 
 from __future__ import annotations
 
-import fcntl
 import http.client
 import ipaddress
 import os
@@ -26,6 +25,7 @@ from moeinf.errors import problem
 from moeinf.runtime.config import ServerSettings, Settings
 from moeinf.runtime.library.processes import Registry
 from moeinf.runtime.server_log import last_lines, open_log
+from moeinf.runtime.system import check_locks, lock
 
 UNUSED_S = 10.0
 _START_S = 120.0  # until the new server listens, on a slow or busy machine
@@ -135,11 +135,12 @@ def _wait(process: subprocess.Popen[bytes], settings: Settings, server: ServerSe
 @contextmanager
 def _only_starter(settings: Settings) -> Iterator[None]:
     """Hold the lock of the one process that may start a server in this home. Raises OSError."""
+    check_locks()
     settings.run.mkdir(parents=True, exist_ok=True)
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+    flags = os.O_RDWR | os.O_CREAT
     descriptor = os.open(settings.run / ".starting", flags, 0o600)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        lock(descriptor)
         yield
     finally:
         os.close(descriptor)

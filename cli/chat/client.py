@@ -93,7 +93,7 @@ class Client:
         return self.ask("POST", path, body, timeout)
 
     def ask(
-        self, method: str, path: str, body: dict[str, Any], timeout: float | None = None
+        self, method: str, path: str, body: dict[str, Any] | None, timeout: float | None = None
     ) -> dict[str, Any]:
         """Send a JSON document and return the answer's. Raises ServerError, OSError."""
         connection = self.connection(timeout)
@@ -108,7 +108,11 @@ class Client:
         return found if isinstance(found, dict) else {}
 
     def lines(
-        self, path: str, body: dict[str, Any], stopped: Callable[[], bool]
+        self,
+        path: str,
+        body: dict[str, Any] | None,
+        stopped: Callable[[], bool],
+        method: str = "POST",
     ) -> Iterator[dict[str, Any]]:
         """Yield the documents of a stream until it ends or `stopped` is true.
 
@@ -117,7 +121,7 @@ class Client:
         connection = self.connection(None)
         arrived: queue.Queue[dict[str, Any] | Exception | None] = queue.Queue()
         reader = threading.Thread(
-            target=self._read, args=(connection, path, body, arrived), daemon=True
+            target=self._read, args=(connection, method, path, body, arrived), daemon=True
         )
         reader.start()
         try:
@@ -140,12 +144,13 @@ class Client:
     def _read(
         self,
         connection: http.client.HTTPConnection,
+        method: str,
         path: str,
-        body: dict[str, Any],
+        body: dict[str, Any] | None,
         arrived: queue.Queue[dict[str, Any] | Exception | None],
     ) -> None:
         try:
-            response = self.sent(connection, "POST", path, body)
+            response = self.sent(connection, method, path, body)
             while line := response.readline(_MOST_LINE_BYTES):
                 found = json.loads(line)
                 if not isinstance(found, dict):

@@ -249,6 +249,10 @@ class LocalPartner:
     def template(self) -> str | None:
         return self.engine.tokenizer.chat_template
 
+    def default_system(self) -> str:
+        given = self.engine.info.defaults
+        return given.system or "" if given is not None else ""
+
     def cache(self) -> Fields:
         store, info = self.engine.store, self.engine.info
         used = format_bytes(store.resident * info.slot_bytes)

@@ -213,6 +213,9 @@ class RemotePartner:
     def template(self) -> str | None:
         return self._about.get("template") or None
 
+    def default_system(self) -> str:
+        return str(self._about.get("system") or "")
+
     def cache(self) -> Fields:
         engine = self._engine()
         if engine is None:

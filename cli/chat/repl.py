@@ -21,7 +21,7 @@ from moeinf.cli.errors import tell
 from moeinf.cli.output import Output
 from moeinf.errors import problem
 from moeinf.runtime.config import Settings
-from moeinf.runtime.regular_files import open_regular
+from moeinf.runtime.files.regular import open_regular
 from moeinf.runtime.requests import Limits, SamplingOptions
 
 _FENCE = '"""'

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from moeinf.cli.leave import leave_imports
+
 
 class Leave(KeyboardInterrupt):
     """The program must end now, a conversation included."""
@@ -24,7 +26,8 @@ class Stopped(Leave):
 def stoppable() -> Iterator[None]:
     """Raise Stopped for SIGTERM inside the block, so that engines close normally."""
 
-    def stop(_signal: int, _frame: FrameType | None) -> None:
+    def stop(number: int, frame: FrameType | None) -> None:
+        leave_imports(number, frame)
         raise Stopped
 
     before = signal.signal(signal.SIGTERM, stop)
@@ -43,9 +46,10 @@ def interruptible(*numbers: signal.Signals) -> Iterator[Callable[[], bool]]:
     """
     first: int | None = None
 
-    def ask(number: int, _frame: FrameType | None) -> None:
+    def ask(number: int, frame: FrameType | None) -> None:
         nonlocal first
         if first is not None:
+            leave_imports(number, frame)
             raise Insisted if number == signal.SIGINT else Stopped
         first = number
 

@@ -134,7 +134,7 @@ class SlashCommands:
             self.limits = replace(self.limits, stop=tuple(values))
         elif name == "num_predict":
             count = _whole(name, values[0])
-            self.limits = replace(self.limits, max_tokens=None if count < 0 else count)
+            self.limits = replace(self.limits, max_tokens=max(-1, count))
         elif name == "num_ctx":
             self._resize(_whole(name, values[0]))
         elif name in {field.name for field in fields(SamplingOptions)}:
@@ -152,7 +152,7 @@ class SlashCommands:
             said += [("num_predict", self.limits.max_tokens), ("stop", self.limits.stop or None)]
             out.fields([(name, str(value)) for name, value in said if value is not None])
         elif what == "system":
-            out.line(partner.system or "No system message was set.")
+            out.line(partner.system or partner.default_system() or "No system message was set.")
         elif what == "template":
             out.line(partner.template() or "The model has no chat template.")
         elif what == "cache":

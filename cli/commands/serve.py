@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
-from contextlib import ExitStack, suppress
+import signal
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
-from typing import Annotated
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import urlsplit
 
 import typer
 
+from moeinf.cli.errors import Usage
 from moeinf.cli.options import (
     Context,
     Device,
@@ -32,11 +38,25 @@ from moeinf.cli.options import (
 from moeinf.cli.output import Output
 from moeinf.errors import problem
 from moeinf.offload.policy.names import DEFAULT_POLICY
-from moeinf.runtime.config import read_environment, read_server_environment
+from moeinf.offload.replicas.names import DEFAULT_ROUTER, ROUTERS
+from moeinf.runtime.config import (
+    EngineConfig,
+    ServerSettings,
+    read_environment,
+    read_server_environment,
+)
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.processes import Registry
 from moeinf.runtime.machine.device_choice import check_usable, choose_processor
+from moeinf.runtime.machine.network_home import check_replica_home
 
+if TYPE_CHECKING:
+    from moeinf.server.cluster.launch import ClusterSettings
+
+MOST_REPLICAS = 1024
+_CLIENT = "ray://"  # Ray's client: it deploys, and cannot stream
+_CHECK_SECONDS = 5.0
+_ENDS = (signal.SIGINT, signal.SIGTERM)
 # The end of the help text. \b keeps its lines as they are.
 EPILOG = """\b
 Environment:
@@ -91,6 +111,35 @@ def serve(
             help="Run as `moeinf run` starts it: end after this time without a model or a request.",
         ),
     ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            metavar="local|auto|ray://HOST:PORT",
+            help="Serve from replicas in a Ray cluster: one of this machine, the one that it is "
+            "in, or another one, whose head then listens.",
+            show_default=False,
+        ),
+    ] = None,
+    replicas: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N|MIN-MAX", help="Replicas of --cluster. Default: 2.", show_default=False
+        ),
+    ] = None,
+    router: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help=f"With --cluster: {', '.join(ROUTERS)}. Default: {DEFAULT_ROUTER}.",
+            show_default=False,
+        ),
+    ] = None,
+    retry: Annotated[
+        bool,
+        typer.Option(
+            "--retry", help="With --cluster: go on with a stream whose replica has ended."
+        ),
+    ] = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Print a line per request on stderr.")
     ] = False,
@@ -104,6 +153,9 @@ def serve(
 
     Example: moeinf serve --memory 4GiB
     """
+    for option, value in (("replicas", replicas), ("router", router), ("retry", retry)):
+        if cluster is None and value:
+            raise Usage(f"--{option} needs --cluster, for example --cluster local")
     out, settings, server = Output(quiet=quiet), read_environment(), read_server_environment()
     server = replace(server, port=server.port if port is None else port, verbose=verbose)
     # Refuse an unusable device now, not at the first request.
@@ -142,8 +194,7 @@ def serve(
         except OSError as error:
             out.note(f"{settings.run} cannot be written ({problem(error)}): `run` needs --server")
         out.note(f"listening on http://{address} (Ctrl-C ends it)")
-        if server.api_key is None and not server.on_loopback:
-            out.note("other machines can use this address without a key: MOEINF_API_KEY sets one")
+        _note_no_key(server, out)
 
     def tell(line: str) -> None:
         with suppress(SystemExit):  # rich raises it when the reader of stderr has left
@@ -152,4 +203,92 @@ def serve(
     with opened:
         config = replace(config, parallel=server.parallel)
         unused_s = math.inf if background is None else background
-        run_server(settings, server, config, listening, tell, unused_s=unused_s)
+        app = None
+        if cluster is not None:
+            read = partial(_settings, cluster, replicas, router, retry, config, out)
+            if cluster.startswith(_CLIENT):
+                _remote(cluster, read, config, server, out)
+                return
+            app = opened.enter_context(_cluster(cluster, read, config, server))
+        run_server(settings, server, config, listening, tell, unused_s=unused_s, app=app)
+
+
+def _note_no_key(server: ServerSettings, out: Output) -> None:
+    if server.api_key is None and not server.on_loopback:
+        out.note("other machines can use this address without a key: MOEINF_API_KEY sets one")
+
+
+def _cluster(
+    address: str,
+    read: Callable[[], ClusterSettings],
+    config: EngineConfig,
+    server: ServerSettings,
+) -> AbstractContextManager[Any]:
+    """Return the context in which replicas run. read: the options. Raises Usage. Imports Ray."""
+    if address not in ("local", "auto"):
+        raise Usage(
+            f"--cluster: {address!r} is invalid (expected local, auto or {_CLIENT}HOST:PORT)"
+        )
+    if address != "local":
+        check_replica_home(read_environment().home)
+    settings = read()
+    from moeinf.server.cluster.launch import running
+
+    return running(address, config, server, settings)
+
+
+def _remote(
+    address: str,
+    read: Callable[[], ClusterSettings],
+    config: EngineConfig,
+    server: ServerSettings,
+    out: Output,
+) -> None:
+    """Serve from another machine's cluster until SIGINT or SIGTERM. Raises Usage, NoCluster."""
+    host = urlsplit(address).hostname
+    if not host:
+        raise Usage(f"--cluster: {address!r} is invalid (expected {_CLIENT}HOST:PORT)")
+    if not server.port:
+        raise Usage(f"--port: 0 is invalid with --cluster {_CLIENT} (expected 1 to 65535)")
+    settings = read()
+    from moeinf.server.cluster.launch import deployed
+
+    ended = threading.Event()
+    before = {number: signal.signal(number, lambda *_: ended.set()) for number in _ENDS}
+    try:
+        with deployed(address, config, server, settings) as check:
+            where = f"only on {host}" if server.on_loopback else f"in the cluster of {host}"
+            out.note(f"listening on http://{server.host}:{server.port} {where} (Ctrl-C ends it)")
+            _note_no_key(server, out)
+            while not ended.wait(_CHECK_SECONDS):
+                check()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _settings(
+    address: str,
+    replicas: str | None,
+    router: str | None,
+    retry: bool,
+    config: EngineConfig,
+    out: Output,
+) -> ClusterSettings:
+    """Read the options of replicas. Raises Usage. Imports Ray."""
+    kind = next((name for name in ROUTERS if name == (router or DEFAULT_ROUTER)), None)
+    if kind is None:
+        raise Usage(f"--router: {router!r} is invalid (expected {', '.join(ROUTERS)})")
+    least, _, most = (replicas or "2").partition("-")
+    counts = [int(part) if part.isdecimal() else 0 for part in (least, most or least)]
+    if not 1 <= counts[0] <= counts[1] <= MOST_REPLICAS:
+        raise Usage(f"--replicas: {replicas!r} is invalid (expected 1 to {MOST_REPLICAS}, or 2-4)")
+    try:
+        from moeinf.server.cluster.launch import ClusterSettings, bytes_of
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise Usage("--cluster needs Ray: pip install 'moeinf[cluster]'") from error
+    out.note(f"starting {counts[0]} replicas in Ray ({address})")
+    memory = 0 if address == "local" else bytes_of(config.memory)
+    return ClusterSettings(kind, counts[0], counts[1], memory_bytes=memory, retry=retry)

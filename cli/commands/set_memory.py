@@ -9,12 +9,11 @@ import typer
 from moeinf.cli.chat.backends import memory_words
 from moeinf.cli.chat.client import Client, ServerError, serving
 from moeinf.cli.commands.stop import NotRunning
-from moeinf.cli.options import Json, Quiet, installed_models
+from moeinf.cli.options import Json, Quiet, installed_models, memory_or_auto
 from moeinf.cli.output import Output
 from moeinf.runtime.config import read_environment, read_server_environment
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.processes import Registry
-from moeinf.runtime.sizes import parse_memory_or_auto
 
 
 def set_memory(
@@ -23,6 +22,7 @@ def set_memory(
         str,
         typer.Option(
             "--memory",
+            parser=memory_or_auto,  # a wrong one is told before any server is asked
             metavar="SIZE|SHARE|auto",
             help="RAM for experts: 6GiB, 50%, or auto (less when the machine runs short).",
         ),
@@ -35,7 +35,6 @@ def set_memory(
     Example: moeinf set demo --memory 50%
     """
     out, settings = Output(json=json, quiet=quiet), read_environment()
-    parse_memory_or_auto(memory)  # a wrong one is told before any server is asked
     name = str(Library(settings).find(model)[0])
     registry = Registry(settings.run)
     servers = serving(registry, name)

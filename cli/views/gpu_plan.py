@@ -5,40 +5,10 @@ The placement itself is decided in runtime/placement/gpu_plan.py.
 
 from __future__ import annotations
 
-from typing import Any
-
 from moeinf.offload.gpu_tier.miss_split import Miss
+from moeinf.runtime.jobs.plan_document import Bus, bus_words
 from moeinf.runtime.placement.gpu_plan import DevicePlacement
 from moeinf.runtime.sizes import format_bytes
-
-Bus = tuple[float, str]  # bytes per second, and the time of the measurement
-
-
-def device_document(gpu: DevicePlacement, miss: Miss, bus: Bus | None) -> dict[str, Any]:
-    """Return the planned use of device memory in bytes, with the provenance of each figure."""
-    return {
-        "gpu": gpu.gpu,
-        "miss": miss,
-        "budget_bytes": gpu.budget_bytes,
-        "peak_bytes": gpu.peak_bytes,
-        "arena_bytes": gpu.arena_bytes,
-        "dense_bytes": gpu.dense_bytes,
-        "kv_bytes": gpu.kv_bytes,
-        "workspace_bytes": gpu.workspace_bytes,
-        "context_bytes": gpu.context_bytes,
-        "bus_bytes_per_s": None if bus is None else round(bus[0]),
-        "provenance": {
-            "budget_bytes": gpu.provenance,
-            "workspace_bytes": "computed: what a prefill chunk computes with",
-            "context_bytes": gpu.context_why,
-            "bus_bytes_per_s": _bus_words(bus),
-        },
-    }
-
-
-def _bus_words(bus: Bus | None) -> str:
-    return "never measured: `moeinf devices` does" if bus is None else f"`moeinf devices`, {bus[1]}"
-
 
 _MISSES: dict[Miss, str] = {
     "auto": "divided between bus and CPU, so that both end together",
@@ -64,5 +34,5 @@ def device_fields(gpu: DevicePlacement, miss: Miss, bus: Bus | None) -> list[tup
             f"({gpu.context_why})",
         ),
         ("what is not there", f"{_MISSES[miss]} (--miss {miss})"),
-        ("bus", f"{speed}({_bus_words(bus)})"),
+        ("bus", f"{speed}({bus_words(bus)})"),
     ]

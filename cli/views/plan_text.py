@@ -5,51 +5,15 @@ Measured figures and bounds have columns of their own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from moeinf.cli.output import Output
 from moeinf.cli.views.gpu_plan import device_fields
-from moeinf.runtime.hub.suggestions import fitting
+from moeinf.runtime.jobs.plan_document import Rows, remedy, speed_text, verdict
 from moeinf.runtime.placement.decode_speed import Seen
 from moeinf.runtime.placement.outlook import Outlook
 from moeinf.runtime.placement.plan import Placement
 from moeinf.runtime.sizes import format_bytes, format_bytes_up
-
-Rows = Mapping[str, Outlook]  # by tag
-
-
-def verdict(found: Outlook) -> str:
-    """Return one line: whether the model runs here, how fast, and what a pull takes."""
-    name, size = str(found.manifest.model), format_bytes
-    if found.problems:
-        return f"{name} does not run here: {'; '.join(found.problems.values())}"
-    parts = [f"{name} runs here: {_speed(found)}"]
-    if found.pull is not None:
-        free = size(found.machine.free_disk_bytes)
-        fetched = found.pull.download_bytes
-        parts.append(f"download {size(fetched)}" if fetched else "nothing to download")
-        parts.append(f"disk {size(found.model_bytes)} of {free} free")
-    return "; ".join(parts)
-
-
-def remedy(found: Outlook, rows: Rows) -> str:
-    """Return commands or options that run where this plan does not; empty if it runs."""
-    if not found.problems:
-        return ""
-    if "GPU" in found.problems:
-        return "--device cpu"
-    tries = []
-    if found.fit is not None and "disk" not in found.problems:
-        tries.append(f"--memory {_option(found.fit)}")
-    name = found.manifest.name
-    tries += [f"the tag {row.manifest.tag}" for row in rows.values() if not row.problems][:1]
-    if not tries:
-        machine = found.machine
-        room = min(max(0, machine.free_ram_bytes), machine.free_disk_bytes)
-        others = (e for e in fitting(room) if e.disk_bytes <= room and e.name != name)
-        tries += [f"`moeinf plan {entry.name}`" for entry in others]
-    lacking = " and ".join(found.problems)
-    return " or ".join([*tries, f"the same command after you free some {lacking}"])
 
 
 def print_outlook(
@@ -72,23 +36,6 @@ def print_outlook(
         out.table(columns, [_row(tag, row) for tag, row in rows.items()])
     for note in found.notes:
         out.note(note)
-
-
-def _speed(found: Outlook) -> str:
-    """Return the measured speed, or else the bounds, in words."""
-    gpu = found.placement.on_device
-    memory = f"with {format_bytes(found.placement.experts_bytes)} for experts"
-    if found.measured is not None:
-        return f"measured {found.measured.tokens_per_s:.1f} tokens/s {memory}"
-    if gpu is not None:
-        memory = f"with {format_bytes(gpu.peak_bytes)} of {gpu.gpu}"
-    if found.bound is None or found.most is None:
-        return f"its speed is unknown {memory}"
-    most, random = _figure(found.most), _figure(found.bound)
-    if most == random:
-        return f"at most about {most} tokens/s (a bound, not measured) {memory}"
-    bounds = f"{most} tokens/s, {random} if routing is random"
-    return f"at most about {bounds} (bounds, not measured), {memory}"
 
 
 def _memory(found: Outlook, sizes: str) -> list[tuple[str, str]]:
@@ -149,7 +96,7 @@ def _speeds(found: Outlook) -> list[tuple[str, str]]:
         what = (
             "memory traffic alone" if gpu is None else "RAM, bus and disk; not the GPU's own time"
         )
-        most, random = _figure(found.most), _figure(found.bound)
+        most, random = speed_text(found.most), speed_text(found.bound)
         both = f" without a cache miss, {random} with random routing" if most != random else ""
         decode = f"at most {most} tokens/s{both} ({what})"
     fields = [
@@ -182,7 +129,7 @@ def _rung(rung: Outlook) -> list[str]:
         f"{share:.0%}",
         format_bytes(rung.placement.experts_bytes),
         "no" if "RAM" in rung.problems else "yes",
-        "-" if rung.bound is None else f"{_figure(rung.bound)} tokens/s",
+        "-" if rung.bound is None else f"{speed_text(rung.bound)} tokens/s",
         "-" if rung.measured is None else f"{rung.measured.tokens_per_s:.1f}",
         "-" if rung.prefill_s is None else _seconds(rung.prefill_s),
     ]
@@ -195,19 +142,10 @@ def _row(tag: str, row: Outlook) -> list[str]:
         format_bytes(row.model_bytes),
         format_bytes_up(placement.min_memory_bytes),
         f"{placement.slots} of {row.manifest.slots.experts}",
-        "-" if row.bound is None else f"{_figure(row.bound)}/s",
+        "-" if row.bound is None else f"{speed_text(row.bound)}/s",
         "yes" if not row.problems else f"no: {'/'.join(row.problems)}",
     ]
 
 
-def _figure(speed: float) -> str:
-    return f"{speed:.1f}" if speed < 1000 else f"{speed:.0f}"
-
-
 def _seconds(seconds: float) -> str:
     return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
-
-
-def _option(count: int) -> str:
-    """Return bytes as a value of --memory that is not larger."""
-    return f"{count >> 20}MiB" if count >= 1 << 30 else str(count)

@@ -51,6 +51,41 @@ def test_an_end_leaves_nothing_undone(arguments: list[str], code: int, tmp_path:
     assert "taken apart" not in done.stderr  # nor is torch, which would take 0.7 s
 
 
+DROPPED = """
+import os, signal, sys, time
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+from moeinf.cli import main as command
+from moeinf.cli.chat.signals import stoppable
+from moeinf.cli.entry import main
+
+class Late:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0)
+
+def answer(_):
+    try:
+        with stoppable():
+            Late()
+            time.sleep(30)
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+command.answer = answer
+main()
+"""
+
+
+def test_sigterm_in_a_finaliser_where_sigint_is_ignored(tmp_path: Path) -> None:
+    """Python drops what a finaliser raises."""
+    done = subprocess.run(
+        [sys.executable, "-c", DROPPED],
+        env=environment(tmp_path), capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (130, "")
+
+
 @pytest.mark.parametrize("stream", ["1", "2"])
 def test_a_closed_stream(stream: str, tmp_path: Path) -> None:
     done = subprocess.run(

@@ -46,17 +46,27 @@ DOCUMENTS = (
     ("bench", "bench demo --replay TRACE --rounds 1 --memory 30% --hints recorded"),
     ("simulate", "simulate TRACE --policies adaptive --sweep hysteresis=0,0.5 --hints 0.9,0.9"),
     ("simulate", "simulate TRACE --policies lru --device-capacity 5%,10% --miss auto,fetch"),
+    (
+        "simulate-replicas",
+        "simulate REQUESTS --replicas 1,2 --policies lru --capacity 20% --conversations 2",
+    ),
     ("eamc-clear", "eamc clear demo"),
     ("verify", "verify demo"),
     ("export", "export demo --gguf GGUF"),
     ("cp", "cp demo other"),
+    ("create", "create made --file MODELFILE"),
+    ("show", "show made"),
+    ("show-modelfile", "show made --modelfile"),
+    ("launch", "launch opencode made"),
     ("rm", "rm other:bf16 mine:q8"),
     ("prune", "prune"),
+    ("doctor", "doctor"),
     ("error", "show nothing"),
     ("error", "show"),
     ("error", "stop demo"),
 )
-ELSEWHERE = {"stop", "set", "devices"}  # in their own tests: a process to stop; twenty seconds
+# In their own tests: a process to stop or to watch; twenty seconds.
+ELSEWHERE = {"stop", "set", "top", "devices"}
 
 
 def test_documents(
@@ -66,6 +76,11 @@ def test_documents(
     (tmp_path / "text").write_text("The quick brown fox. 17+25=42")
     files = {"FOLDER": str(DEMO_CHECKPOINT), "TEXT": str(tmp_path / "text")}
     files |= {name: str(tmp_path / f"{name}.eam") for name in ("TRACE", "EAMC")}
+    files["REQUESTS"] = str(Path(__file__).parents[1] / "data/traces/gpt-oss-20b.npz")
+    files["MODELFILE"] = str(tmp_path / "Modelfile")
+    (tmp_path / "Modelfile").write_text(
+        "FROM demo\nSYSTEM x\nPARAMETER seed 1\nMESSAGE user a\nLICENSE MIT\n"
+    )
     files["GGUF"] = str(tmp_path / "demo.gguf")
     for name, line in DOCUMENTS:
         code = answer([*(files.get(word, word) for word in line.split()), "--json"])

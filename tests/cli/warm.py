@@ -33,7 +33,8 @@ from typing import IO, Any
 _LARGEST = 1 << 20  # bytes of a request
 _PRELOAD = (
     "moeinf.cli.main", "moeinf.cli.chat.local", "moeinf.cli.chat.repl", "moeinf.server.serve",
-    "moeinf.runtime.library.repack", "filelock", "httpx2", "truststore", "tqdm.auto", "yaml",
+    "moeinf.runtime.library.repacking.repack", "filelock", "httpx2", "truststore", "tqdm.auto",
+    "yaml",
 )  # fmt: skip
 
 

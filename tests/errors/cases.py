@@ -34,7 +34,7 @@ from moeinf.runtime.machine import gpu as gpus
 from moeinf.runtime.requests import Limits, SamplingOptions
 from moeinf.runtime.text.tokenizer import Tokenizer, TokenizerFailed
 from tests.conftest import pull
-from tests.errors.provoking import Place
+from tests.errors.provoking import Place, without_locks
 from tests.fake_device import FakeDevice
 from tests.hub_server import Answer, Hub, serve
 from tests.runtime.checkpoints.test_finite import added, demo, one
@@ -43,8 +43,11 @@ Case = Callable[[Place], list[str] | Callable[[], int | None]]
 RUN = ["run", "demo", "17+25="]
 ON_GPU = [*RUN, "--device", "cuda", "--miss", "fetch"]
 ROUTES = Path(__file__).parents[1] / "data/traces/qwen3-30b-a3b.route.csv.gz"
+
 CASES: dict[str, Case] = {
+    "unsupported_system": without_locks,
     "usage": lambda _: ["stop"],
+    "io_error": lambda _: ["eamc", "import", "demo", "gone.eamc"],
     "bad_name": lambda _: ["show", "../x"],
     "model_not_found": lambda _: ["show", "dmo"],
     "unknown_source": lambda _: ["pull", "nothing-like-it"],
@@ -310,11 +313,6 @@ def _(place: Place) -> list[str]:
     full = place.later.enter_context(open("/dev/full", "w"))  # noqa: PTH123, SIM115
     place.patch.setattr(sys, "stdout", full)
     return ["list", "--json"]
-
-
-@case("io_error")
-def _(place: Place) -> list[str]:
-    return ["eamc", "import", "demo", "gone.eamc"]
 
 
 def planted(error: BaseException) -> Case:

@@ -13,12 +13,14 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 
 from moeinf.cli.main import answer
 from moeinf.cli.output import Output
+from moeinf.runtime import system
 
 GOLDEN = Path(__file__).with_name("golden") / "words.txt"
 
@@ -69,6 +71,13 @@ class Place:
         ):
             words = re.sub(pattern, name, words)
         return words
+
+
+def without_locks(place: Place) -> list[str]:
+    """Make the system one without locks of files."""
+    place.patch.setattr(system, "fcntl", None)
+    place.patch.setattr(system, "sys", SimpleNamespace(platform="win32"))
+    return ["stop", "demo"]
 
 
 def shown_by(place: Place, command: list[str] | Callable[[], int | None]) -> tuple[int, Shown]:

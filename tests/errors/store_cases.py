@@ -1,4 +1,4 @@
-"""All cases: those of cases.py, and files of other programs."""
+"""All cases: those of cases.py, other programs and their files, and several machines."""
 
 from __future__ import annotations
 
@@ -6,14 +6,27 @@ import os
 
 from huggingface_hub import constants
 
+from moeinf.cli.chat.server_check import Found
+from moeinf.cli.commands import launch
+from moeinf.cli.commands import serve as serve_command
 from moeinf.runtime.gguf.checkpoint import open_gguf
 from moeinf.runtime.library.library import DEMO_CHECKPOINT
-from tests.errors.cases import CASES, case
+from moeinf.runtime.machine.network_home import SharedHome
+from moeinf.server.cluster.failures import NoCluster
+from tests.errors.cases import CASES, ROUTES, case
 from tests.errors.provoking import Place
 from tests.gguf_files import write_gguf
 from tests.hub_server import Hub, serve
 
 __all__ = ["CASES"]
+CASES["bad_modelfile"] = lambda _: ["create", "mario", "-f", "none"]
+
+
+@case("client_missing")
+def _(place: Place) -> list[str]:
+    place.patch.setattr(launch, "look", lambda *_: Found({"model": "demo:bf16"}))
+    place.patch.setenv("PATH", str(place.folder))
+    return ["launch", "claude", "demo"]
 
 
 @case("ollama_model_not_found")
@@ -50,3 +63,23 @@ def _(place: Place) -> list[str]:
     place.patch.setattr(constants, "ENDPOINT", hub.endpoint)
     place.patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", files)
     return ["pull", "./x.gguf"]
+
+
+@case("bad_workload")
+def _(_place: Place) -> list[str]:
+    requests = str(ROUTES.with_name("gpt-oss-20b.npz"))
+    return ["simulate", requests, "--replicas", "1", "--load", "0"]
+
+
+@case("shared_home")
+def _(place: Place) -> list[str]:
+    shared = SharedHome("MOEINF_HOME /srv/moeinf: it is on a network file system (nfs4)")
+    place.raising(serve_command, "_cluster", shared)
+    return ["serve", "--quiet", "--port", "0", "--cluster", "auto"]
+
+
+@case("no_cluster")
+def _(place: Place) -> list[str]:
+    gone = NoCluster("--cluster auto: no cluster runs on this machine")
+    place.raising(serve_command, "_cluster", gone)
+    return ["serve", "--quiet", "--port", "0", "--cluster", "auto"]

@@ -16,6 +16,8 @@ from moeinf.models.base import ContextFull
 from moeinf.native import DeviceError
 from moeinf.offload.store.budget import DoesNotFit
 from moeinf.runtime.library.processes import Registry
+from moeinf.server.api import experts_api
+from moeinf.server.cluster.failures import ReplicaLost
 from moeinf.server.engines.jobs import Busy, Unloaded
 from moeinf.server.engines.model_manager import Host
 from moeinf.server.http import bodies
@@ -25,6 +27,7 @@ from tests.server.conftest import serving
 
 Asked = Callable[[str], httpx.Response]
 CASES: dict[str, Callable[[Place], Asked]] = {}
+DIGEST = "sha256:" + "0" * 64
 GENERATE = {"model": "demo", "prompt": "a", "stream": False}
 
 
@@ -52,7 +55,12 @@ CASES |= {
     "body_too_long": ask("/api/show", content=b" " * (8 << 20) + b"{}"),
     "unknown_path": ask("/nowhere", "GET"),
     "wrong_method": ask("/api/generate", "GET"),
+    "blob_not_found": ask(
+        "/api/create", json={"model": "x", "files": {"x.gguf": DIGEST}, "stream": False}
+    ),
+    "wrong_digest": ask(f"/api/blobs/{DIGEST}", content=b"x"),
     "response_not_found": ask("/v1/responses/resp_1", "GET"),
+    "not_loaded": ask("/api/experts?model=demo", "GET"),
     "headers_too_long": ask("/api/tags", "GET", headers={"X": "a" * (65 << 10)}),
 }
 
@@ -63,6 +71,19 @@ def case(code: str) -> Callable[[Callable[[Place], Asked]], None]:
         CASES[code] = function
 
     return enter
+
+
+@case("not_recorded")
+def _(place: Place) -> Asked:
+    return ask("/api/simulate?model=demo", "GET")(place)
+
+
+@case("cannot_replay")
+def _(place: Place) -> Asked:
+    path = place.home / "state/demo/bf16/recording.eam"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"damaged")
+    return ask("/api/simulate?model=demo", "GET")(place)
 
 
 @case("model_in_use")
@@ -77,6 +98,17 @@ def _(place: Place) -> Asked:
 def _(place: Place) -> Asked:
     place.server["api_key"] = "secret"
     return ask("/api/tags", "GET")(place)
+
+
+@case("too_many_streams")
+def _(place: Place) -> Asked:
+    place.patch.setattr(experts_api, "MOST_STREAMS", 0)
+
+    def watch(address: str) -> httpx.Response:
+        httpx.post(f"{address}/api/generate", json={"model": "demo"}, timeout=60)
+        return httpx.get(f"{address}/api/experts?stream=1", timeout=60)
+
+    return watch
 
 
 @case("bodies_too_long")
@@ -117,6 +149,7 @@ PLANTED = {
     "io_error": OSError(errno.EIO, os.strerror(errno.EIO), "dense.safetensors"),
     "busy": Busy("16 requests are waiting: try again"),
     "unloaded": Unloaded("the model was unloaded"),
+    "replica_lost": ReplicaLost("the replica that answered has ended"),
     "context_full": ContextFull("the context of 512 tokens is full"),
     "does_not_fit": DoesNotFit(1 << 20, 3 << 20),
     "device_failed": DeviceError("cuStreamSynchronize: CUDA_ERROR_ILLEGAL_ADDRESS"),

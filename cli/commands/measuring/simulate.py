@@ -13,6 +13,19 @@ from moeinf.cli.errors import Usage
 from moeinf.cli.options import AllColumns, Json, Quiet, picture_path
 from moeinf.cli.output import Output
 from moeinf.cli.trace_files import Hints, hint_source, read_trace
+from moeinf.cli.views.cluster_replay import (
+    Burst,
+    ClusterOptions,
+    Conversations,
+    Load,
+    Replicas,
+    Routers,
+    Users,
+    Zipf,
+    cluster_document,
+    cluster_picture,
+    cluster_table,
+)
 from moeinf.cli.views.gpu_replay import (
     BusSpeed,
     CpuSpeed,
@@ -83,6 +96,13 @@ def simulate(
     interleave: Interleave = 1,
     shift: Shift = None,
     ram_over_link: RamOverLink = 8.0,
+    replicas: Replicas = None,
+    router: Routers = None,
+    load: Load = None,
+    users: Users = None,
+    conversations: Conversations = None,
+    zipf: Zipf = None,
+    burst: Burst = None,
     seed: Seed = 0,
     plot: Plot = None,
     verbose: AllColumns = False,
@@ -98,11 +118,23 @@ def simulate(
         _policies(policies),
         expert_shares(capacity),
     )
+    cluster = ClusterOptions(replicas, router, load, users, conversations, zipf, burst)
     asked = DeviceOptions(device_capacity, miss, bus_speed, cpu_speed, device_speed)
     devices = asked.devices(late)
     from moeinf.offload.simulator.cases import Case
     from moeinf.offload.simulator.clock import TimeModel
 
+    if cluster.given:
+        alone = {"--sweep": sweep, "--device-capacity": device_capacity, "--shift": shift}
+        if late or interleave > 1 or hints != "none" or any(alone.values()) or eamc_capacity:
+            raise Usage("--replicas takes only --policies, --capacity, --ram-over-link and --seed")
+        time = TimeModel(ram_over_link)
+        documents = [
+            cluster_document(path, cluster, _real(names), shares, time, seed, out)
+            for path in traces
+        ]
+        _show_cluster(out, documents, time, plot, json)
+        return
     cases = [
         Case(name, share, eamc_capacity, dict(knobs))
         for knobs in _settings(sweep or [])
@@ -122,6 +154,25 @@ def simulate(
         out.fields(legend(shown, names))
     if plot is not None:
         picture(documents, plot)
+        out.note(f"wrote {plot}")
+
+
+def _real(names: list[str]) -> list[str]:
+    """Return the policies without belady, which knows one order of requests only."""
+    return [name for name in names if name != "belady"]
+
+
+def _show_cluster(
+    out: Output, documents: list[dict[str, Any]], time: TimeModel, plot: Path | None, json: bool
+) -> None:
+    if json:
+        model = {"ram_over_link": time.ram_over_link, "ram_bytes_per_s": time.ram_bytes_per_s}
+        out.document({"traces": documents, "time_model": model})
+    else:
+        for document in documents:
+            cluster_table(out, document)
+    if plot is not None:
+        cluster_picture(documents, plot)
         out.note(f"wrote {plot}")
 
 
@@ -158,6 +209,7 @@ class _Study:
     def document(self, recording: Recording, out: Output) -> dict[str, Any]:
         """Replay every case on every device; return the document of the recording."""
         from moeinf.offload.simulator.cases import run_case
+        from moeinf.offload.simulator.outcome import recording_document
 
         results = []
         passes = len(recording.passes) * len(self.cases) * len(self.devices)
@@ -168,16 +220,7 @@ class _Study:
                     recording, case, self.clock, gate, self.late, device=device, progress=advance
                 )
                 results.append(_result(case, device, outcome))
-        shape = recording.shape
-        return {
-            "name": recording.name,
-            "layers": shape.layers,
-            "experts": shape.experts,
-            "top_k": shape.top_k,
-            "tokens": recording.decode_tokens,
-            "lru_cliff_capacity": shape.layers * shape.top_k / (shape.layers * shape.experts),
-            "results": results,
-        }
+        return recording_document(recording, results)
 
     def time_model(self) -> dict[str, Any]:
         """Return the conditions as a part of the document."""
@@ -197,13 +240,7 @@ def _result(case: Case, device: OnDevice | None, outcome: Outcome) -> dict[str, 
         "capacity": case.share,
         **case.knobs,
         **(device_result(device, outcome) if device is not None else {}),
-        "hit_rate": round(outcome.hit_rate, 5),
-        "reads_per_token": round(outcome.reads_per_token, 3),
-        "bytes_read_per_token": round(outcome.bytes_read_per_token),
-        "insertions_per_token": round(outcome.insertions_per_token, 3),
-        "stall_ms_per_token": outcome.stall_ms_per_token,
-        "prefetch_precision": outcome.prefetch_precision,
-        "prefetch_recall": outcome.prefetch_recall,
+        **outcome.document(),
     }
 
 

@@ -179,7 +179,7 @@ def _as_json(model: LocalModel) -> dict[str, str | int]:
 
 
 def _print_sizes(name: ModelName, source: Source, out: Output, mtp: bool) -> None:
-    from moeinf.runtime.library.repack import measure_source
+    from moeinf.runtime.library.repacking.repack import measure_source
 
     sizes = measure_source(source, mtp)
     if out.json:

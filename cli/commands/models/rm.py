@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -9,6 +10,7 @@ import typer
 from moeinf.cli.chat.client import Client, ServerError, serving
 from moeinf.cli.options import Json, Quiet, installed_models
 from moeinf.cli.output import Output
+from moeinf.offload.format.drives import places_away
 from moeinf.runtime.config import read_environment, read_server_environment
 from moeinf.runtime.library.library import Library, ModelInUse
 from moeinf.runtime.library.processes import Registry
@@ -34,11 +36,14 @@ def rm(
     settings = read_environment()
     library, registry = Library(settings), Registry(settings.run)
     names = [str(library.find(model)[0]) for model in models]  # all exist, or none is deleted
-    gone = []
+    gone, left = [], list[Path]()
     for name in names:
+        left += places_away(library.find(name)[1])
         if not _removed_by_server(name, registry):
             library.remove(name)
         gone.append(name)
+    for place in left:
+        out.note(f"{place} is on a drive that is missing: delete it there")
     if json:
         out.document({"deleted": gone})
         return

@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import Annotated
 
 import msgspec
+import typer
 
 from moeinf.cli.options import Json, Model, Quiet
 from moeinf.cli.output import Output
 from moeinf.runtime.config import read_environment
 from moeinf.runtime.hub.aliases import Entry, entry_of
+from moeinf.runtime.library.defaults import Defaults
 from moeinf.runtime.library.library import Library, NoSuchModel
 from moeinf.runtime.library.manifest import Manifest
+from moeinf.runtime.library.modelfile import modelfile_of, parameter_lines
 from moeinf.runtime.sizes import format_bytes
 
 
-def show(model: Model, json: Json = False, quiet: Quiet = False) -> None:
-    """Show a model's shape, sizes and origin.
+def show(
+    model: Model,
+    modelfile: Annotated[
+        bool, typer.Option("--modelfile", help="Print a Modelfile that creates the model.")
+    ] = False,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Show a model's shape, sizes and origin, and the defaults that `moeinf create` gave it.
 
     Example: moeinf show demo
     """
@@ -29,9 +40,19 @@ def show(model: Model, json: Json = False, quiet: Quiet = False) -> None:
             raise
         _show_unpulled(entry, out)
         return
+    if modelfile:
+        text, lost = modelfile_of(m)
+        for command in lost:
+            out.note(f"{command} is left out: no Modelfile can hold it")
+        if json:
+            out.document({"modelfile": text})
+        else:
+            out.text(text)
+        return
     if json:
         about = {key: value for key, value in msgspec.structs.asdict(m).items() if key != "files"}
         about["mtp"] = msgspec.to_builtins(m.mtp)
+        about["defaults"] = msgspec.to_builtins(m.defaults)
         about["tables"] = msgspec.to_builtins(m.tables)
         about["kv_q8_bytes_per_token"] = m.kv_token_bytes("q8")
         sizes: dict[str, float] = {"size_bytes": m.size_bytes, "expert_bytes": m.slots.slot_bytes}
@@ -59,10 +80,26 @@ def show(model: Model, json: Json = False, quiet: Quiet = False) -> None:
             ("source", m.source + (f" @ {m.revision}" if m.source.startswith("hub:") else "")),
             *([("drafts with", _drafting(m))] if m.mtp else []),
             *([("tokenizer", m.base.replace("@", " @ "))] if m.base else []),
-            ("pulled", m.created_at),
+            *_given(m.defaults),
+            ("created" if m.defaults else "pulled", m.created_at),
             ("folder", str(folder)),
         ]
     )
+
+
+def _given(defaults: Defaults | None) -> list[tuple[str, str]]:
+    """Return the defaults that `moeinf create` gave a model."""
+    if defaults is None:
+        return []
+    texts = [("system", defaults.system), ("template", defaults.template)]
+    said = [(f"message of {one.role}", one.content) for one in defaults.messages]
+    return [
+        ("made from", defaults.base),
+        *((f"parameter {name}", value) for name, value in parameter_lines(defaults)),
+        *((name, text) for name, text in texts if text is not None),
+        *said,
+        *(("license", text) for text in defaults.licences),
+    ]
 
 
 def _of_modules(manifest: Manifest) -> str:

@@ -40,7 +40,8 @@ def test_while_it_is_imported(module: str, tmp_path: Path) -> None:
     assert done.stdout == done.stderr == b""
 
 
-# torch has done so while it imports numpy: the half-imported module fails then or later.
+# torch has done so while it imports numpy: the half-imported module fails then or later. Its C++
+# code ends the process with SIGABRT instead.
 SWALLOWED = """
 import os, signal, sys
 
@@ -48,7 +49,7 @@ class Finder:
     def find_spec(name, path=None, target=None):
         if name == {module!r}:
             try:
-                os.kill(os.getpid(), signal.SIGINT)
+                os.kill(os.getpid(), signal.{kind})
             except KeyboardInterrupt:
                 pass
 
@@ -59,16 +60,19 @@ main()
 
 
 @pytest.mark.parametrize(
-    ("module", "command"),
+    ("module", "kind", "command"),
     [
-        ("moeinf.cli.chat.local", ["run", "demo", "17+25="]),
-        ("numpy", ["verify", "demo"]),
-        ("moeinf.runtime.library.repack", ["pull", "demo", "--name", "other"]),
+        ("moeinf.cli.chat.local", "SIGINT", ["run", "demo", "17+25="]),
+        ("moeinf.cli.chat.local", "SIGTERM", ["run", "demo", "17+25=", "--memory", "50%"]),
+        ("numpy", "SIGINT", ["verify", "demo"]),
+        ("moeinf.runtime.library.repacking.repack", "SIGINT", ["pull", "demo", "--name", "other"]),
     ],
 )
-def test_an_import_that_swallows_it(module: str, command: list[str], demo_home: Path) -> None:
+def test_an_import_that_swallows_it(
+    module: str, kind: str, command: list[str], demo_home: Path
+) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", SWALLOWED.format(module=module), *command],
+        [sys.executable, "-c", SWALLOWED.format(module=module, kind=kind), *command],
         env=environment(demo_home), stdin=subprocess.DEVNULL, capture_output=True, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
@@ -124,7 +128,7 @@ def test_while_a_model_loads(delay_s: float, demo_home: Path) -> None:
     assert b"Traceback" not in err
 
 
-MOMENTS = 8
+MOMENTS = 6
 
 
 @pytest.mark.full
@@ -159,7 +163,8 @@ def test_at_any_moment(command: list[str], demo_home: Path, tmp_path: Path) -> N
         assert process.returncode == 130 or (
             process.returncode == 0 and done in (out + err).decode()
         ), (number, process.returncode, err)
-        assert command_in(home_of(number))(*command).code == 0  # the same command again
+        if command[0] == "pull":  # `verify` writes nothing that the next one could meet
+            assert command_in(home_of(number))(*command).code == 0
     assert codes.count(130) >= MOMENTS // 2
 
 

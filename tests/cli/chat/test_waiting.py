@@ -62,7 +62,8 @@ def test_one_answer(pty: Pty, monkeypatch: pytest.MonkeyPatch) -> None:
     line = ["run", "demo", "17+25=" * 60, "--max-tokens", "4", "--temperature", "0"]
     assert answer(line) == 0
     lines = Screen(100).feed(pty.rest()).lines
-    assert "reading the prompt 256/363 tokens" in pty.received
+    # how many calls read it depends on the experts and the KV that are there
+    assert re.search(r"reading the prompt \d+/363 tokens", pty.received)
     assert len(lines) == 2, lines  # the answer, and the empty line of the cursor
     assert re.fullmatch("[^⠋]{1,40}", lines[0])
 

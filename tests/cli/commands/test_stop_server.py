@@ -116,7 +116,8 @@ def test_set_changes_the_memory_of_a_model(
     assert "for experts: " in shown.out + shown.err
     too_little = own("set", "demo", "--memory", "1%")
     assert (too_little.code, "is too little" in too_little.err) == (1, True)
-    assert own("set", "demo", "--memory", "101%").code == 2
+    wrong = own("set", "demo", "--memory", "101%")
+    assert (wrong.code, "'--memory': '101%'" in wrong.err) == (2, True)
     assert ask(address, "demo:bf16") == "42"
     assert process.poll() is None
 

@@ -1,0 +1,59 @@
+"""Test the lines of `moeinf top`: any size of screen, a GPU, and answers of another form."""
+
+from __future__ import annotations
+
+import base64
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moeinf.cli.chat.client import ServerError
+from moeinf.cli.commands.top import frame_lines
+from moeinf.cli.views.expert_frame import History, lines_of
+
+LAYERS, EXPERTS = 48, 128
+
+
+def frame(**changed: Any) -> dict[str, Any]:
+    cells = np.arange(LAYERS * EXPERTS, dtype=np.uint32).astype(np.uint8)
+    cells[cells & 3 == 3] = 0
+    tier = {"experts": 3, "slots": 5, "bytes": 7}
+    return {
+        "model": "m:q4", "layers": LAYERS, "experts": EXPERTS, "layer_numbers": list(range(LAYERS)),
+        "map": base64.b64encode(cells.tobytes()).decode(), "hit_rate": 0.5, "tokens_per_s": 1.0,
+        "read_bytes_per_s": 2.0, "bus_bytes_per_s": 3.0, "budget_bytes": 4, "in_flight": 5,
+        "tiers": {"disk": {"experts": 1}, "ram": tier, "gpu": tier},
+        "queue": {"running": 1, "waiting": 2}, **changed,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 8, 24, 100])
+@pytest.mark.parametrize("columns", [1, 6, 13, 40, 80, 300])
+def test_the_lines_fit_the_screen(columns: int, rows: int) -> None:
+    history = History()
+    for _ in range(99):
+        history.add(frame())
+    lines = lines_of(frame(), history, columns, rows)
+    assert 1 <= len(lines) <= rows
+    assert max(map(len, lines)) <= columns
+
+
+def test_a_name_of_a_server_moves_no_cursor() -> None:
+    lines = lines_of(frame(model="m\x1b[2J"), History(), 80, 24)
+    assert not any("\x1b" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"layer_numbers": [0]}, {"layer_numbers": None}, {"layer_numbers": ["x"] * LAYERS},
+        {"map": ""}, {"layers": 1}, {"tiers": []},
+        {"queue": None}, {"tokens_per_s": None}, {"hit_rate": "x"}, {"budget_bytes": "x"},
+    ],
+    ids=lambda changed: str(changed)[:40],
+)  # fmt: skip
+def test_an_answer_of_another_form_is_an_error_in_words(changed: dict[str, Any]) -> None:
+    with pytest.raises(ServerError, match="another form"):
+        frame_lines(frame(**changed), History(), os.terminal_size((80, 24)), False)
