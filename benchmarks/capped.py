@@ -35,8 +35,8 @@ from benchmarks.worker import Worker, WorkerFailed
 from moeinf.runtime.config import read_environment
 from moeinf.runtime.jobs.bench import machine, read_ceiling
 from moeinf.runtime.library.manifest import Manifest
-from moeinf.runtime.machine.memory import physical_bytes
 from moeinf.runtime.placement.bandwidth import measure
+from moeinf.runtime.system import physical_bytes
 
 SPARE_BYTES = 300_000_000
 PEERS = ("default", "no-repack", "no-mmap", "accelerate")  # the first three are llama.cpp's

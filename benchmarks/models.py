@@ -27,7 +27,7 @@ from moeinf.runtime.checkpoints.checkpoint import SINGLE, Checkpoint, SourceTens
 from moeinf.runtime.config import Settings
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.manifest import Manifest, read_manifest
-from moeinf.runtime.library.repack import prospects, repack
+from moeinf.runtime.library.repacking.repack import prospects, repack
 from moeinf.runtime.library.sources import LocalSource
 from moeinf.runtime.names import ModelName
 from moeinf.runtime.sizes import format_bytes

@@ -15,6 +15,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as cli/entry.py does, bef
 
 from benchmarks.worker import forced_turn, serve
 from moeinf.models.base import State
+from moeinf.native import _native
 from moeinf.offload.policy.names import DEFAULT_POLICY
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine.engine import Engine
@@ -97,9 +98,11 @@ def main() -> None:
     parser.add_argument("--context", type=int, required=True)
     parser.add_argument("--memory", type=parse_memory, default=parse_memory("100%"))
     parser.add_argument("--policy", default=DEFAULT_POLICY)
+    parser.add_argument("--kernels", default="", help="the path, if not the fastest")
     parser.add_argument("--batch", type=int, default=1, help="conversations at once")
     parser.add_argument("--device-memory", type=parse_memory, help="of a GPU, which then computes")
     o = parser.parse_args()
+    assert _native._use_kernels(o.kernels), o.kernels
     settings = Settings(o.home)
     manifest, folder = Library(settings).read(o.model)
     config = EngineConfig(

@@ -21,7 +21,7 @@ from benchmarks.shapes import shape, tensors_of
 from moeinf.runtime.checkpoints.checkpoint import Checkpoint, SourceTensor
 from moeinf.runtime.config import EngineConfig
 from moeinf.runtime.library.manifest import Manifest
-from moeinf.runtime.library.repack import prospects
+from moeinf.runtime.library.repacking.repack import prospects
 from moeinf.runtime.library.sources import LocalSource
 from moeinf.runtime.names import ModelName
 from moeinf.runtime.placement.bandwidth import Speeds

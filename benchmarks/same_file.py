@@ -29,7 +29,7 @@ from moeinf.runtime.jobs.bench import machine, read_ceiling
 from moeinf.runtime.jobs.export_gguf import export_gguf
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.manifest import Manifest
-from moeinf.runtime.library.repack import repack
+from moeinf.runtime.library.repacking.repack import repack
 
 
 def _quiet(*_: object) -> None:
@@ -46,8 +46,10 @@ def main() -> None:
     parser.add_argument("--type", default="Q4_K_M", choices=list(_FTYPES))
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--prompt", type=int, default=128, help="tokens")
+    parser.add_argument("--prefills", type=int, default=2, help="rounds")
     parser.add_argument("--decodes", type=int, default=6, help="rounds")
     parser.add_argument("--pulls", type=int, default=0, help="rounds")
+    parser.add_argument("--kernels", default="", help="our path, if not the fastest")
     parser.add_argument("--make-only", action="store_true")
     parser.add_argument("--cache", type=Path, default=read_environment().home / "benchmarks")
     o = parser.parse_args()
@@ -111,9 +113,10 @@ def pulled(model: RaceModel, file: Path) -> Manifest:
 
 def raced(o: argparse.Namespace, settings: Settings, ours: Manifest, file: Path) -> dict[str, Any]:
     """Race prefill and decode."""
-    rounds = Rounds(o.prompt, 2, o.decodes)
+    rounds = Rounds(o.prompt, o.prefills, o.decodes)
     sizes = ["--threads", str(o.threads), "--context", str(rounds.context)]
     mine = [sys.executable, "-m", "benchmarks.ours", str(settings.home), str(ours.model), *sizes]
+    mine += ["--kernels", o.kernels]
     its = [sys.executable, "-m", "benchmarks.peers.llama_cpp", str(file), *sizes]
     tokens = Tokens(256, rounds.seed)
     found: dict[str, Any] = {}

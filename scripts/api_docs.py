@@ -73,6 +73,8 @@ def written() -> str:
             words = operation.get("description", "")
             if words:
                 parts.append(" ".join(words.split()) + "\n")
+            if query := _query(operation, used):
+                parts.append(query)
             for name in _body(operation):
                 parts.append(_table(schemas[name], used))
             if path == "/metrics":
@@ -116,6 +118,15 @@ def _listed(names: Iterable[str]) -> str:
 
 def _order(path: str) -> tuple[int, str]:
     return (next((i for i, p in enumerate(("/api", "/v1")) if path.startswith(p)), 2), path)
+
+
+def _query(operation: dict[str, Any], used: list[str]) -> str:
+    """Return the table of the parameters in the address; empty if it has no parameter."""
+    found = [one for one in operation.get("parameters", ()) if one["in"] == "query"]
+    properties = {one["name"]: one["schema"] for one in found}
+    needed = [one["name"] for one in found if one["required"]]
+    table = _table({"properties": properties, "required": needed}, used)
+    return table.replace("| field |", "| parameter |", 1) if found else ""
 
 
 def _body(operation: dict[str, Any]) -> list[str]:

@@ -26,7 +26,10 @@ from moeinf.runtime.library.library import Library
 
 COMMAND = [sys.executable, "-c", "from moeinf.cli.entry import main; main()"]
 LIGHT = ("--help", "list", "ps")
-IMPORTS = "import moeinf.cli.commands.run, moeinf.cli.chat.local"
+IMPORTS = """
+from moeinf.cli import torch_finder
+torch_finder.install()
+import moeinf.cli.commands.run, moeinf.cli.chat.local"""
 _SAY = "print('imported', flush=True)"
 _BLOCK_BYTES = 16 << 20
 
@@ -76,7 +79,7 @@ def main() -> None:
         "python": lambda: started([*python, "pass"]),
         **{name: lambda name=name: started([*COMMAND, name]) for name in LIGHT},
         "torch": lambda: started([*python, f"import torch; {_SAY}"], first_byte=True),
-        "imports": lambda: started([*python, f"{IMPORTS}; {_SAY}"], first_byte=True),
+        "imports": lambda: started([*python, f"{IMPORTS}\n{_SAY}"], first_byte=True),
         "bytes": lambda: read_once(folder),
         "first token": lambda: started(run, first_byte=True),
     }

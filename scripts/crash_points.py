@@ -36,8 +36,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 
-import moeinf.runtime.atomic_files as durable
-import moeinf.runtime.library.repack as repack_module
+import moeinf.runtime.files.atomic as durable
+import moeinf.runtime.library.repacking.repack as repack_module
 import moeinf.runtime.library.staging as workplace_module
 from moeinf.offload.routing.trace import RequestEam
 from moeinf.runtime.checkpoints.checkpoint import open_checkpoint
@@ -48,7 +48,7 @@ from moeinf.runtime.generation.saved_chats import load_conversation, save_conver
 from moeinf.runtime.library.clone import copy_model
 from moeinf.runtime.library.library import Library, NoSuchModel
 from moeinf.runtime.library.manifest import read_manifest
-from moeinf.runtime.library.repack import repack
+from moeinf.runtime.library.repacking.repack import repack
 from moeinf.runtime.library.sources import LocalSource
 from moeinf.runtime.library.verify import verify
 from moeinf.runtime.names import ModelName

@@ -29,8 +29,8 @@ from gguf import GGMLQuantizationType
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import moeinf.runtime.atomic_files as durable
-import moeinf.runtime.library.repack as repack_module
+import moeinf.runtime.files.atomic as durable
+import moeinf.runtime.library.repacking.repack as repack_module
 import moeinf.runtime.library.staging as workplace_module
 from moeinf.runtime.checkpoints.checkpoint import open_checkpoint
 from moeinf.runtime.config import Settings
@@ -41,7 +41,7 @@ from moeinf.runtime.hub.resolve import find_source
 from moeinf.runtime.library.clone import ModelExists, copy_model
 from moeinf.runtime.library.library import Library, NoSuchModel
 from moeinf.runtime.library.manifest import read_manifest
-from moeinf.runtime.library.repack import repack
+from moeinf.runtime.library.repacking.repack import repack
 from moeinf.runtime.library.sources import LocalSource, Source
 from moeinf.runtime.library.staging import JOURNAL, downloads_of, partial_folder, read_lines
 from moeinf.runtime.library.verify import verify

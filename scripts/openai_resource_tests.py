@@ -28,7 +28,7 @@ from pathlib import Path
 from moeinf.runtime.checkpoints.checkpoint import open_checkpoint
 from moeinf.runtime.config import EngineConfig, ServerSettings, Settings
 from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
-from moeinf.runtime.library.repack import repack
+from moeinf.runtime.library.repacking.repack import repack
 from moeinf.runtime.library.sources import LocalSource
 from moeinf.runtime.names import parse_name
 from moeinf.runtime.sizes import parse_memory

@@ -256,7 +256,7 @@ def answers_of(home: Path) -> dict[str, str]:
 def pull_demo(home: Path) -> None:
     from moeinf.runtime.checkpoints.checkpoint import open_checkpoint
     from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
-    from moeinf.runtime.library.repack import repack
+    from moeinf.runtime.library.repacking.repack import repack
     from moeinf.runtime.library.sources import LocalSource
     from moeinf.runtime.names import ModelName
 
@@ -366,8 +366,9 @@ def _until_up(address: str) -> None:
 
 
 def _when_quiet(samples: list[dict[str, Any]], crowd: Clients) -> dict[str, Any]:
-    """Return the server's resources after one undisturbed answer."""
+    """Return the server's resources after one undisturbed answer of a model just loaded."""
     with httpx.Client(base_url=crowd.address, timeout=120) as client:
+        crowd.unload(random.Random(0), client)  # a model keeps the processes of its grammars
         came = "refused"
         for _ in range(60):  # leftovers of clients may be answered first
             came = crowd.ask(random.Random(0), client)

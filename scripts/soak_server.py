@@ -38,13 +38,11 @@ def serve(home: Path) -> None:
         workers = [one.worker for one in host.loaded()]
         stores = [w.engine.store for w in workers if w.engine is not None]
         tasks = len(asyncio.all_tasks(loops[0])) if loops else 0
-        tasks_of_ours = Path("/proc/self/task").iterdir()
-        children = [c for t in tasks_of_ours for c in (t / "children").read_text().split()]
         return {
             "rss": int(Path("/proc/self/statm").read_text().split()[1]) * 4096,
             "descriptors": sum(not _is_shard(fd) for fd in Path("/proc/self/fd").iterdir()),
             "threads": sum(1 for _ in Path("/proc/self/task").iterdir()) - _pooled(),
-            "children": len(children),
+            "children": _descendants("self"),
             "tasks": tasks,
             "requests": sum(w.running + w.waiting for w in workers),
             "busy": sum(not store.idle for store in stores),
@@ -65,6 +63,13 @@ def serve(home: Path) -> None:
     asyncio.run(run())
 
 
+def _descendants(pid: str) -> int:
+    """Return the number of a process's children, their children and so on."""
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    children = [child for thread in threads for child in (thread / "children").read_text().split()]
+    return len(children) + sum(map(_descendants, children))
+
+
 def _pooled() -> int:
     """Return the threads of pools: these grow to their bound as they are needed, and stay."""
     pools = ("asyncio_", "AnyIO worker thread", "prefix_")
@@ -75,8 +80,8 @@ def _is_shard(descriptor: Path) -> bool:
     """Return True for a shard: shards stay open up to a bound, so their number varies."""
     try:
         return str(descriptor.readlink()).endswith(".safetensors")
-    except OSError:
-        return False
+    except OSError:  # closed since the folder was listed, as all shards are at an unload
+        return True
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ SETTINGS: dict[str, dict[str, int]] = {
     "experts": {"n_gpu_layers": -1},
 }
 _ERROR = 4  # GGML_LOG_LEVEL_ERROR
-_MOST_ROWS = 2048  # llama.cpp's default n_batch
+_MOST_ROWS = 2048  # llama.cpp's default n_batch; it aborts at a pass of more
 
 
 class LlamaRunner:
@@ -88,7 +88,8 @@ class LlamaRunner:
 
     def prefill(self, tokens: list[int]) -> float:
         start = time.perf_counter()
-        self._pass(tokens)
+        for first in range(0, len(tokens), _MOST_ROWS):
+            self._pass(tokens[first : first + _MOST_ROWS])
         return time.perf_counter() - start
 
     def decode(self, tokens: list[int]) -> list[float]:

@@ -18,7 +18,7 @@ from benchmarks.recorded_routing import fitted, name_of, routed, text
 from benchmarks.shapes import Config, shape
 from moeinf.runtime.checkpoints.checkpoint import SINGLE
 from moeinf.runtime.library.manifest import Manifest
-from moeinf.runtime.machine.memory import physical_bytes
+from moeinf.runtime.system import physical_bytes
 
 _CONTEXT = 8192
 THIN: Config = {

@@ -25,7 +25,7 @@ from moeinf.native import DeviceContext
 from moeinf.offload.format.layout import ExpertLayout
 from moeinf.offload.gpu_tier.miss_split import Contended
 from moeinf.runtime.checkpoints.checkpoint import Checkpoint, SourceTensor
-from moeinf.runtime.library.repack import prospects
+from moeinf.runtime.library.repacking.repack import prospects
 from moeinf.runtime.library.sources import LocalSource
 from moeinf.runtime.machine import gpu as gpus
 from moeinf.runtime.machine.bus_bench import measure_contended
@@ -76,6 +76,7 @@ def test_a_row(
         return measure_contended(context, layout, math)
 
     monkeypatch.setattr(gpu_floor, "measure_contended", contended)
+    monkeypatch.setattr(gpu_floor, "_BYTES", 8 << 20)  # the CPU adds them in the GPU's place
     disk = tmp_path / "disk"
     disk.mkdir()
     tiny = ["--layers", "3", "--config", json.dumps(_TINY[row]), "--prompt", "20", "--tokens", "4"]

@@ -90,7 +90,7 @@ def test_ollama() -> None:
     with server() as (address, asked):
         first, second, about = talk(command("ollama", "olmoe:q4", "--server", address))
     assert [len(turn["steps"]) for turn in (first, second)] == [2, 2]
-    assert all(step > 0.002 for step in first["steps"])
+    assert first["first"] + sum(first["steps"]) > 0.01  # of three tokens, 5 ms apart
     assert about["version"] == "Ollama 0.9, olmoe:q4"
     assert about["elsewhere"]
     options = {"temperature": 0, "num_predict": 3, "num_ctx": 64, "num_thread": 1}

@@ -12,16 +12,9 @@ from benchmarks.recorded_routing import ROUTINGS, fitted, name_of, recorded, rou
 from benchmarks.shapes import shape
 from benchmarks.suite import models
 from benchmarks.suite.models import layers_that_fit
+from tests.benchmarks.tiny_shapes import tiny_olmoe
 
-_TINY = {
-    **shape("olmoe", layers=3),
-    "hidden_size": 128,
-    "intermediate_size": 32,
-    "vocab_size": 512,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-}
+_TINY = tiny_olmoe(3)
 
 
 @pytest.mark.parametrize(
