@@ -16,7 +16,7 @@ from moeinf.models.quantisation import refuse_quantised
 from moeinf.offload.format.layout import stored_bytes
 from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint, open_checkpoint, read_header
 from moeinf.runtime.checkpoints.encode import encoded
-from moeinf.runtime.checkpoints.joining import joined
+from moeinf.runtime.checkpoints.quantised.joining import joined
 
 
 def safetensors(data: bytes, folder: Path, name: str = "x.safetensors") -> None:

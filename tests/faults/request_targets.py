@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import numpy as np
 from fastapi import FastAPI
 
+from moeinf.offload.store.stats import StoreStats
 from moeinf.runtime.config import EngineConfig, ServerSettings, Settings
 from moeinf.runtime.generation.events import Ended, Failed, Piece, TokenInfo, Vector
 from moeinf.runtime.library.library import DEMO_CHECKPOINT
@@ -125,8 +126,13 @@ class _Worker:
             tokenizer=tokenizer,
             template=template,
             info=SimpleNamespace(
-                name="demo:bf16", context=CONTEXT, vocab_size=300, reads_sources=False
+                defaults=None,
+                name="demo:bf16",
+                context=CONTEXT,
+                vocab_size=300,
+                reads_sources=False,
             ),
+            store=SimpleNamespace(stats=StoreStats()),
         )
 
     def submit(self, job: Job) -> None:

@@ -22,7 +22,7 @@ from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.hub.listing import RepositoryError, read_listing
 from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
-from moeinf.runtime.library.repack import repack
+from moeinf.runtime.library.repacking.repack import repack
 from moeinf.runtime.library.sources import LocalSource
 from moeinf.runtime.library.verify import verify
 from moeinf.runtime.names import ModelName

@@ -20,10 +20,10 @@ from moeinf.runtime.names import BadName, parse_name
 from moeinf.runtime.request_json import BadJson, parse
 from moeinf.runtime.sizes import parse_memory
 from moeinf.server.api.answers import BadRequest
-from moeinf.server.api.bounds import MOST_STOP, MOST_STOPS
 from moeinf.server.api.chat_turn import Reply
+from moeinf.server.api.fields.bounds import MOST_STOP, MOST_STOPS
 from moeinf.server.api.logprobs import LegacyWords
-from moeinf.server.api.ollama_options import sampling
+from moeinf.server.api.ollama_options import read_options
 from tests.faults import request_targets
 from tests.faults.conftest import Tally
 from tests.faults.request_targets import answer_to
@@ -114,10 +114,10 @@ def test_stops_and_options(tally: Tally) -> None:
 
         check(hear, 2000)
         tally("linear")
-    check(lambda n: lambda: sampling({"stop": ["a"] * n}), 100_000)
-    check(lambda n: lambda: sampling({f"o{i}": None for i in range(n)}), 20_000)
-    check(lambda n: lambda: sampling({"num_ctx": "9" * n, "seed": "9" * n}), 60_000)
-    check(lambda n: lambda: sampling({"temperature": "9" * n}), 60_000)
+    check(lambda n: lambda: read_options({"stop": ["a"] * n}), 100_000)
+    check(lambda n: lambda: read_options({f"o{i}": None for i in range(n)}), 20_000)
+    check(lambda n: lambda: read_options({"num_ctx": "9" * n, "seed": "9" * n}), 60_000)
+    check(lambda n: lambda: read_options({"temperature": "9" * n}), 60_000)
     tally("linear")
 
 

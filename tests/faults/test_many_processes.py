@@ -22,7 +22,8 @@ from tests.faults.conftest import EVERY, Tally
 # Allowed messages of a process that lost a race; any other failure is wrong.
 _FAIR = re.compile(
     r"no model|is in use|another process is pulling|exists already|unfinished pull|"
-    r"is not what was pulled|cannot be read|[Nn]o such file|is using|in use by process"
+    r"is not what was pulled|cannot be read|[Nn]o such file|is using|in use by process|"
+    r"--repair` restores them"  # verify, while rm deletes
 )
 ACTS: tuple[tuple[str, ...], ...] = (
     ("pull", str(DEMO_CHECKPOINT), "--name", "shared:bf16", "--quiet"),

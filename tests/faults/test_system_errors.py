@@ -139,3 +139,19 @@ def test_words_of_other_origin_stay() -> None:
     )
     assert reason(OSError("[Errno 111] Connection refused")) == "Connection refused"
     assert problem(OSError(errno.EIO, "it ends early")) == "it ends early"
+
+
+@pytest.mark.parametrize("given", [["cp", "demo", "second"], ["pull", "demo:f32"], ["devices"]])
+def test_a_write_without_a_name_gets_one(
+    given: list[str], home: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A write fails by its descriptor; the error names a folder below the home."""
+
+    def full(descriptor: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", full)
+    assert answer(given) == 1
+    told = capfd.readouterr().err
+    assert re.search(rf"Error: {home}/\S+: the disk is full", told), told
+    assert not INTERNAL.search(told), told

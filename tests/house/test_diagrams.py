@@ -1,4 +1,4 @@
-"""The diagrams of docs/architecture.md name files and states that exist."""
+"""The diagrams of a request and of an expert name files and states that exist."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 BLOCKS = re.findall(
     r"^```mermaid\n(.*?)^```$",
-    (ROOT / "docs/architecture.md").read_text(),
+    "".join((ROOT / "docs" / page).read_text() for page in ("architecture.md", "expert.md")),
     re.MULTILINE | re.DOTALL,
 )
 
