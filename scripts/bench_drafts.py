@@ -4,7 +4,8 @@
 
 The model has OLMoE's shape and random weights (benchmarks/models.py), so its answers are forced. An
 edit's prompt is a file of this repository before a commit, its answer the file after it. A text's
-prompt is the beginning of a document, its answer what follows. Both are cut into tokens by a
+prompt is the beginning of a document, its answer what follows. A summary's prompt is a section of a
+document, its answer the entry of CHANGELOG.md that links to it. All are cut into tokens by a
 vocabulary that is trained on the repository. Rounds alternate with and without drafts.
 
 --draft SHARE adds a draft model: two narrow layers of the same kind, whose passes are computed. Its
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import re
 import statistics
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
@@ -104,6 +106,24 @@ def texts() -> Iterator[tuple[str, str]]:
             yield text[:600] + "\n", text[600:]
 
 
+def summaries() -> Iterator[tuple[str, str]]:
+    """Yield a section of a document, and the entry of the changelog that links to it."""
+    changelog = (_ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    for entry in re.findall(r"^- (.+(?:\n  .+)*)", changelog, re.MULTILINE):
+        link = re.search(r"\(docs/([\w/-]+\.md)#([\w-]+)\)", entry)
+        if link is None:
+            continue
+        document = (_ROOT / "docs" / link[1]).read_text(encoding="utf-8")
+        for section in re.split(r"^(?=#+ )", document, flags=re.MULTILINE):
+            title = section.partition("\n")[0].lstrip("# ").lower()
+            anchor = re.sub(r"[^\w -]", "", title).replace(" ", "-")
+            if anchor == link[2] and 600 < len(section) < 4000:
+                yield section, entry.replace("\n ", "")
+
+
+KINDS = {"edit": edits, "text": texts, "summary": summaries}
+
+
 def timed(engine: Engine, scheduler: Scheduler, prompt: list[int], answer: list[int]) -> Generation:
     """Answer with the forced tokens."""
     Forced.prompt_tokens, Forced.answer = len(prompt), answer
@@ -122,7 +142,7 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=4, help="of each kind")
     parser.add_argument("--tokens", type=int, default=200, help="of an answer, at most")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--kinds", nargs="*", default=["edit", "text"])
+    parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=list(KINDS))
     parser.add_argument("--draft", type=float, metavar="SHARE")
     parser.add_argument("--mtp", type=float, metavar="SHARE")
     given = parser.parse_args()
@@ -145,9 +165,8 @@ def main() -> None:
         engine.info = replace(engine.info, ends=frozenset())
         scheduler = Scheduler(engine)
         for kind in given.kinds:
-            cases = edits() if kind == "edit" else texts()
             ratios, drafted, accepted = list[float](), 0, 0
-            for before, after in cases:
+            for before, after in KINDS[kind]():
                 prompt, answer = pieces.encode(before).ids, pieces.encode(after).ids[: given.tokens]
                 if len(prompt) > _PROMPT:
                     continue
