@@ -27,7 +27,7 @@ _ROWS = 4096  # embedded at a time
 
 @dataclass(frozen=True)
 class Calibration:
-    """The parameters that were fitted to the real traces; see docs/performance.md.
+    """The parameters that were fitted to the real traces; see docs/performance/memory.md.
 
     scale     root mean square of an embedding; a layer's attention adds some 0.1 to 0.9
     shared    the share of an embedding's variance that comes from its topic: the correlation of

@@ -7,7 +7,8 @@ Each program runs in a control group whose memory, page cache included, is limit
     our dense weights + 300 MB + a share of our experts
 
 and gets the same tokens of a text. The two take turns every few tokens, so that both see
-the same drive. Before each start its files are dropped from the page cache.
+the same drive. Before each start its files are dropped from the page cache. The floor's speeds of
+RAM and drive are measured before and after each race, and the better ones count.
 (Longer than other files by its options and the three ways to start a peer.)
 """
 
@@ -35,7 +36,7 @@ from benchmarks.worker import Worker, WorkerFailed
 from moeinf.runtime.config import read_environment
 from moeinf.runtime.jobs.bench import machine, read_ceiling
 from moeinf.runtime.library.manifest import Manifest
-from moeinf.runtime.placement.bandwidth import measure
+from moeinf.runtime.placement.bandwidth import drive_now
 from moeinf.runtime.system import physical_bytes
 
 SPARE_BYTES = 300_000_000
@@ -144,7 +145,15 @@ def race(ours: Side, peer: Side | None, prompt: list[int], text: list[int], ever
         found["times_as_fast_first_32"] = round(
             mine["tokens_per_s_first_32"] / theirs["tokens_per_s_first_32"], 2
         )
+        turns = [slice(start, start + every) for start in range(0, len(text), every)]
+        ratios = [sum(peer.seconds[turn]) / sum(ours.seconds[turn]) for turn in turns]
+        found["turns"] = {"count": len(turns), "least": min(ratios), "most": max(ratios)}
     return found
+
+
+def speeds_now(threads: int, folder: Path, manifest: Manifest) -> dict[str, float]:
+    """Return bytes per second of RAM and of the model's drive, both measured now."""
+    return {"ram": read_ceiling(threads), "disk": drive_now(folder, manifest)}
 
 
 def capped(o: argparse.Namespace, model: RaceModel, share: float) -> Result:
@@ -165,6 +174,7 @@ def capped(o: argparse.Namespace, model: RaceModel, share: float) -> Result:
         late = name == "accelerate" and bool(fates.get(name))  # it loads without the limit
         if fates.get(name) and not late:
             continue
+        before = speeds_now(o.threads, folder, manifest)
         with ExitStack() as undo:
             mine = undo.enter_context(Side(ours, limit))
             other = undo.enter_context(Side(peer, limit, late)) if peer is not None else None
@@ -172,11 +182,11 @@ def capped(o: argparse.Namespace, model: RaceModel, share: float) -> Result:
             found["races"][name]["about"] = mine.worker.ask("about")
             if peer is not None:
                 found["races"][name]["read_ahead_bytes"] = read_ahead_bytes(peer.files)
-    ram, disk = read_ceiling(o.threads), measure(model.settings, folder, manifest).disk_bytes_per_s
-    for one in found["races"].values():
-        read = one["ours"]["disk_bytes_per_token"]
-        floors = one["about"]["token_bytes"] / ram, read / disk
-        one["floor_ms"] = {"ram": round(1e3 * floors[0], 2), "disk": round(1e3 * floors[1], 2)}
+        after = speeds_now(o.threads, folder, manifest)
+        one, speeds = found["races"][name], {tier: max(before[tier], after[tier]) for tier in after}
+        read = {"ram": one["about"]["token_bytes"], "disk": one["ours"]["disk_bytes_per_token"]}
+        one["bytes_per_s"] = {tier: round(speed) for tier, speed in speeds.items()}
+        one["floor_ms"] = {tier: round(1e3 * read[tier] / speeds[tier], 2) for tier in speeds}
     return found
 
 
@@ -234,7 +244,7 @@ def main() -> None:
     about = {"command": " ".join(sys.argv), "machine": machine(), "shares": results}
     if o.out is not None:
         o.out.write_text(json.dumps(about, indent=1) + "\n")
-    print(json.dumps(about, indent=1) if o.json else capped_markdown(results), end="")
+    print(json.dumps(about, indent=1) if o.json else capped_markdown(about), end="")
 
 
 def _options() -> argparse.Namespace:

@@ -83,6 +83,8 @@ class EngineRunner:
             "decode_hits": stats.decode_hits,
             "resident": engine.store.resident,
             "stall_seconds": stats.stall_seconds,
+            "decode_stall_seconds": stats.decode_stall_seconds,
+            "decode_policy_seconds": stats.decode_policy_seconds,
             "hit_rate": stats.hit_rate,
             "slots": engine.info.slots,
             "rss_bytes": peak_rss_bytes(),

@@ -101,14 +101,16 @@ def _table(head: list[str], rows: list[list[str]]) -> list[str]:
     return [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rows)]
 
 
-def capped_markdown(results: list[Result]) -> str:
-    """Return a table with a row per share and peer."""
+def capped_markdown(about: Result) -> str:
+    """Return the machine, and a table with a row per share and peer."""
     head = "limit|experts|peer|ours tok/s|its|times as fast|first 32|hits|MB/token ours, its|floor"
-    lines = [f"| {head.replace('|', ' | ')} |", "|" + "---|" * (head.count("|") + 1)]
-    for found in results:
+    lines = [f"`{about['command']}`, {about['machine']['cpu']}", ""]
+    lines += [f"| {head.replace('|', ' | ')} |", "|" + "---|" * (head.count("|") + 1)]
+    for found in about["shares"]:
         limit = [format_bytes(found["limit_bytes"]), f"{found['share']:.0%}"]
         for name, one in found["races"].items():
             mine, peer, floors = one["ours"], one.get("peer"), one["floor_ms"]
+            turns = one.get("turns")
             how = ", limited once loaded" if found["fates"].get(name) else ""
             if one.get("read_ahead_bytes"):
                 how += f", read-ahead {format_bytes(one['read_ahead_bytes'])}"
@@ -117,7 +119,10 @@ def capped_markdown(results: list[Result]) -> str:
                 name + how,
                 f"{mine['tokens_per_s']:.2f}",
                 f"{peer['tokens_per_s']:.3f}" if peer else "",
-                f"{one['times_as_fast']:.1f}" if peer else "",
+                f"{one['times_as_fast']:.1f} ({turns['least']:.1f} to {turns['most']:.1f} in "
+                f"{turns['count']} turns)"
+                if peer
+                else "",
                 f"{one['times_as_fast_first_32']:.1f}" if peer else "",
                 f"{one['about']['hit_rate']:.1%}",
                 f"{mine['disk_bytes_per_token'] / 1e6:.0f}"

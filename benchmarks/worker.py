@@ -48,6 +48,10 @@ class WorkerFailed(RuntimeError):
     """A worker exited before it answered; the message has its standard error."""
 
 
+class WorkerLate(WorkerFailed):
+    """A worker was killed because its time was over."""
+
+
 class Talker(Protocol):
     """The requests that a worker of the suite serves."""
 
@@ -152,8 +156,8 @@ class Worker:
     def __init__(self, command: Sequence[str], limit_s: float | None = None) -> None:
         """Start the worker and wait until it is ready.
 
-        limit_s: the most seconds for any answer, the greeting included; then the worker is killed.
-        Raises WorkerFailed.
+        limit_s: the most seconds from the start to the last answer; a later one is not waited for,
+        and the worker is killed. Raises WorkerFailed.
         """
         self.started_at = time.monotonic()
         self._limit_s = limit_s
@@ -204,7 +208,8 @@ class Worker:
             late.set()
             self._process.kill()
 
-        timer = threading.Timer(self._limit_s or 0, end)
+        left = (self._limit_s or 0) - (time.monotonic() - self.started_at)
+        timer = threading.Timer(max(0, left), end)
         if self._limit_s is not None:
             timer.start()
         while (line := self._process.stdout.readline()) and not line.startswith("{"):
@@ -216,6 +221,6 @@ class Worker:
         with suppress(BrokenPipeError):
             self._process.communicate()
         if late.is_set():
-            raise WorkerFailed(f"no answer within {self._limit_s:.0f} s")
+            raise WorkerLate(f"no answer within {self._limit_s:.0f} s")
         self._errors.seek(0)
         raise WorkerFailed(f"exit code {self._process.returncode}: {self._errors.read()[-2000:]}")

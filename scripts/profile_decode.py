@@ -1,7 +1,7 @@
 """Print the time of a decoded token by the pieces of a model.
 
 Run: python scripts/make_checkpoint.py FOLDER --gigabytes 1.7 && moeinf pull FOLDER --name big
-     python scripts/profile_decode.py big [--torch] [--context 512] [--tokens 60]
+     python scripts/profile_decode.py big [--torch] [--context 512] [--tokens 60] [--threads 2]
 --torch leaves out the native pieces of runtime/dense/cpu_fused.py. The rest is Python, additions,
 the embedding and the store's bookkeeping. Timed pieces are not joined into the calls of
 runtime/dense/cpu_block.py: the row "all" is the time of a token in pieces.
@@ -15,13 +15,14 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from moeinf.models.base import Experts, Linear, Piece
 from moeinf.native import compute_threads
-from moeinf.runtime.config import EngineConfig, read_environment
+from moeinf.runtime.config import EngineConfig, Settings, read_environment
 from moeinf.runtime.engine import loader
 from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.library.library import Library
@@ -110,12 +111,14 @@ def main() -> None:
     parser.add_argument("--torch", action="store_true", help="without the native pieces")
     parser.add_argument("--context", type=int, default=512, help="tokens before the first measured")
     parser.add_argument("--tokens", type=int, default=60)
+    parser.add_argument("--threads", type=int, help="default: as the machine has cores")
+    parser.add_argument("--home", type=Path, help="of the model; default: MOEINF_HOME")
     o = parser.parse_args()
     TimedWeights.native = not o.torch
     loader.DenseWeights = TimedWeights  # type: ignore[misc]
-    settings = read_environment()
+    settings = read_environment() if o.home is None else Settings(o.home)
     manifest, folder = Library(settings).read(o.model)
-    with Engine.open(manifest, folder, EngineConfig(), settings) as engine:
+    with Engine.open(manifest, folder, EngineConfig(threads=o.threads), settings) as engine:
         state = engine.new_state()
         ids = np.random.default_rng(0).integers(0, 256, o.context).tolist()
         per_token: list[dict[str, float]] = []

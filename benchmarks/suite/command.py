@@ -13,21 +13,24 @@ import os
 import shlex
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.peers.table import PEERS, SERVERS, Peer
 from benchmarks.recorded_routing import ROUTINGS
 from benchmarks.shapes import SHAPES
 from benchmarks.suite import scenarios
+from benchmarks.suite.figures import OURS, ROUNDS
+from benchmarks.suite.goals import missed, profile
 from benchmarks.suite.models import make
 from benchmarks.suite.picture import draw
 from benchmarks.suite.report import OtherModel, Results, markdown
-from benchmarks.suite.row import OURS, Bench, Here, run
+from benchmarks.suite.row import Bench, Here, run
 from benchmarks.suite.scenarios import Scenario
 from moeinf.runtime.config import read_environment
 from moeinf.runtime.jobs.bench import machine
 
-_MOST_S = 2 * 3600.0  # of the default selection
+_MOST_S = 70 * 60.0  # of the default selection
 _QUICK_ROW_S, _ALL_ROW_S = 60.0, 600.0
 # Seconds per layer and token of OLMoE's shape on two cores, only for the estimate of the run time:
 # (prompt, decode, decode with too little memory).
@@ -75,13 +78,15 @@ def main(arguments: list[str]) -> None:
             or results.is_noisy(job[0], _name(job[1]), o.again_above)
         )
     ]
-    usual = _QUICK_ROW_S if o.quick else _ALL_ROW_S if o.all else _MOST_S / max(60, len(waiting))
-    limit_s = o.row_limit or usual
+    fixed_s = o.row_limit or (_QUICK_ROW_S if o.quick else _ALL_ROW_S if o.all else None)
     layers = model.race.config["num_hidden_layers"]
-    expected = sum(min(limit_s, _expected_s(job, layers)) for job in waiting)
+    expected = [_expected_s(job, layers) for job in waiting]
+    most = len(waiting) * (fixed_s or _ALL_ROW_S)
+    if fixed_s is None:
+        most = min(most, _MOST_S)
     print(
         f"{model.name}: {len(waiting)} rows to run, {len(jobs) - len(waiting)} there or impossible;"
-        f" about {expected / 60:.0f} minutes, at most {len(waiting) * limit_s / 60:.0f}",
+        f" about {min(most, sum(expected)) / 60:.0f} minutes, at most {most / 60:.0f}",
         file=sys.stderr,
     )
     if o.dry_run:
@@ -92,19 +97,26 @@ def main(arguments: list[str]) -> None:
     model.manifest()
     for weights in sorted(formats - {"served"}):
         model.file(weights)
-    bench = Bench(model, o.threads, limit_s, here)
-    end = time.monotonic() + (o.stop_after or float("inf"))
+    start = time.monotonic()
+    end = start + (o.stop_after or float("inf"))
     for number, (scenario, peer) in enumerate(waiting):
-        if time.monotonic() + _expected_s((scenario, peer), layers) > end:
+        if time.monotonic() + expected[number] > end:
             print(f"stopped before row {number + 1}; the same command goes on", file=sys.stderr)
             break
-        ours = results.get(scenario, OURS) or {}
-        row = run(bench, peer, scenario, ours.get("token_bytes"))
+        left = start + _MOST_S - time.monotonic()
+        limit_s = fixed_s or _limit_s(expected[number:], left)
+        row = run(Bench(model, o.threads, limit_s, here), peer, scenario)
         results.put(scenario, _name(peer), row)
         speed = f"{row['tokens_per_s']} tokens/s" if row["status"] == "ok" else row["status"]
         print(
             f"{number + 1}/{len(waiting)} {scenario.name}, {_name(peer)}: {speed}", file=sys.stderr
         )
+    if waiting and any(
+        scenario.place == "ram"
+        for scenario in chosen
+        for _ in missed(scenario, results.rows(scenario))
+    ):
+        results.put_profile(profile(model, o.threads))
     text = markdown(results, chosen)
     o.out.with_suffix(".md").write_text(text)
     if o.pictures:
@@ -120,13 +132,24 @@ def _selection(o: argparse.Namespace) -> list[Scenario]:
     return [s for s in chosen if all(word in s.name for word in o.only)]
 
 
+def _limit_s(expected: Sequence[float], left: float) -> float:
+    """Return the seconds of the next row: its share of the time left, by what rows will take.
+
+    A row that is expected to be short gets no less than an equal share.
+    """
+    share = max(1 / len(expected), expected[0] / sum(expected))
+    return min(_ALL_ROW_S, max(1.0, share * left))
+
+
 def _expected_s(job: Job, layers: int) -> float:
+    """Estimate the seconds of a row with all its rounds."""
     scenario, peer = job
     prompt, decode, short = _PACE.get(_name(peer), _OTHER_PACE)
     turns = 2 if scenario.moment == "second" else 1
     step = short if scenario.memory is not None else decode
     tokens = scenario.batch * (scenario.prompt * prompt + scenario.decode * step)
-    return _START_S + turns * layers * tokens
+    starts = ROUNDS if scenario.moment == "cold" else 1
+    return starts * _START_S + ROUNDS * turns * layers * tokens
 
 
 def _name(peer: Peer | None) -> str:

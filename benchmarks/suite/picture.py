@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.suite.row import Row
+from benchmarks.suite.figures import Row
 from benchmarks.suite.scenarios import Scenario
 
 if TYPE_CHECKING:

@@ -1,21 +1,7 @@
 """One program in one scenario: start a process, warm it up, measure it, describe it in a row.
 
-The keys of a measured row:
-
-    ttft_ms          until the last conversation has its first token (cold: from the imports on);
-                     the median of its rounds
-    tpot_ms_median   of all steps, each of which gives every conversation a token; _p95
-    tokens_per_s     of all conversations together, first tokens not counted
-    hit_rate         share of expert events that are hits (ours)
-    bytes_per_token  read from disk during the steps, by the kernel's count
-    peak_bytes       the peak memory of the process
-    floor_ms         the shortest time of a step in *our* format: the bytes it must read from
-                     RAM, or those that ours read from disk, ÷ the speed measured beside this row
-                     (in a batch: all KV caches, but only the experts of one conversation);
-                     not on a GPU
-    forced           true when it was fed the scenario's tokens, false when it chose its own
-    others_cores     processors that everything else on the machine used meanwhile, stolen time of
-                     a host included; a row with a large value is unreliable
+A row is measured in rounds of different texts, ROUNDS of them or as many as its time allows. A cold
+start begins a new process for each. figures.py has the keys of a row.
 
 A limit is our dense weights + KV cache + 300 MB + the share of our experts. A program with more
 bits per weight gets a proportionally larger limit for its weights.
@@ -25,11 +11,12 @@ from __future__ import annotations
 
 import errno
 import os
-import statistics
 import sys
 import time
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -37,17 +24,16 @@ from benchmarks.capped import SPARE_BYTES, Program, Side
 from benchmarks.cgroup import NoMemoryGroup
 from benchmarks.peers.table import Peer
 from benchmarks.race import Tokens
+from benchmarks.suite.figures import ROUNDS, Round, Row, row_of
 from benchmarks.suite.models import SuiteModel
 from benchmarks.suite.scenarios import SECOND_PROMPT, Scenario
-from benchmarks.worker import WorkerFailed
+from benchmarks.worker import WorkerFailed, WorkerLate
 from moeinf.runtime.jobs.bench import read_ceiling
-from moeinf.runtime.placement.bandwidth import measure
 from moeinf.runtime.placement.gpu_plan import CONTEXT_BYTES, dense_workspace_bytes
 
-OURS = "moeinf"
-Row = dict[str, Any]
 _WARM_TOKENS, _WARM_STEPS = 512, 4
-_ROUNDS = 3
+_MARGIN = 1.5  # times the longest round so far must be left for another one
+_DECODING = 0.6  # of the time left, the most that one turn decodes
 
 
 @dataclass(frozen=True)
@@ -86,8 +72,8 @@ class Bench:
     here: Here
 
 
-def run(bench: Bench, peer: Peer | None, scenario: Scenario, token_bytes: int | None) -> Row:
-    """Measure a row without a known problem. token_bytes: the bytes that our step reads.
+def run(bench: Bench, peer: Peer | None, scenario: Scenario) -> Row:
+    """Measure a row without a known problem.
 
     When a program exits or takes too long, the row's status is the reason.
     """
@@ -99,8 +85,8 @@ def run(bench: Bench, peer: Peer | None, scenario: Scenario, token_bytes: int | 
         except WorkerFailed as error:
             if peer is None or not (peer.late and "code -9" in str(error)):
                 raise
-            late = True
-            found = _measured(bench, peer, scenario, late)
+            late, left = True, bench.limit_s - (time.monotonic() - begin)
+            found = _measured(replace(bench, limit_s=max(1.0, left)), peer, scenario, late)
     except NoMemoryGroup as error:
         return {"status": f"not run: {error}"}
     except (WorkerFailed, OSError) as error:
@@ -112,17 +98,6 @@ def run(bench: Bench, peer: Peer | None, scenario: Scenario, token_bytes: int | 
         return {"status": text[-160:], "ran": True, "row_s": round(time.monotonic() - begin, 1)}
     if late:
         found["note"] = "limited once loaded"
-    needed = found.pop("token_bytes", token_bytes)
-    ram = read_ceiling(bench.threads)
-    found |= {"token_bytes": needed, "ram_bytes_per_s": round(ram)}
-    if needed is not None and scenario.gpu is None:  # a GPU's own memory was not measured
-        disk = measure(
-            bench.model.race.settings,
-            bench.model.race.folder(bench.model.tag),
-            bench.model.manifest(),
-        ).disk_bytes_per_s
-        read = found["bytes_per_token"] * scenario.batch if peer is None else 0
-        found["floor_ms"] = round(1e3 * max(needed / ram, read / disk), 2)
     found["row_s"] = round(time.monotonic() - begin, 1)
     return {"status": "ok", "ran": True, **found}
 
@@ -180,91 +155,76 @@ def program(bench: Bench, peer: Peer | None, scenario: Scenario) -> Program:
 
 
 def _measured(bench: Bench, peer: Peer | None, scenario: Scenario, late: bool) -> Row:
-    """Measure up to _ROUNDS turns of different texts in empty conversations; cold: one turn."""
-    limit = limit_bytes(bench, peer, scenario)
-    begin = time.monotonic()
-    rounds: list[_Round] = []
-    with Side(program(bench, peer, scenario), limit, late, bench.limit_s) as side:
-        worker = side.worker
-        started_s = worker.greeting["ready_at"] - worker.greeting["imported_at"]
-
-        def turn(asked: list[list[int]], forced: list[list[int]]) -> dict[str, Any]:
-            return worker.ask("turn", prompts=asked, answers=forced, limit_s=bench.limit_s / 2)
-
-        if scenario.moment != "cold":
-            turn(*_warm(bench.model, scenario))
-        most = 1 if scenario.moment == "cold" else _ROUNDS
-        # Always run one: a program may have used most of its time to start.
-        while not rounds or (len(rounds) < most and time.monotonic() - begin < bench.limit_s / 3):
-            worker.ask("reset")
-            texts = _texts(bench.model, scenario, len(rounds))
-            prompts = [text[: scenario.prompt] for text in texts]
-            answers = [text[scenario.prompt :][: scenario.decode] for text in texts]
-            if scenario.moment == "second":
-                turn(prompts, answers)
-                prompts = [t[-SECOND_PROMPT - scenario.decode : -scenario.decode] for t in texts]
-                answers = [text[-scenario.decode :] for text in texts]
-            before, busy, start = worker.ask("about"), _busy_s(), time.monotonic()
-            taken = turn(prompts, answers)
-            others = _busy_s() - busy - (taken["cpu_s"] - before["cpu_s"])
-            others /= time.monotonic() - start
-            rounds.append(_Round(before, taken, worker.ask("about"), others))
-    return _row(peer, scenario, bench, rounds, started_s)
+    """Measure up to ROUNDS rounds within bench.limit_s; the first one always runs."""
+    end = time.monotonic() + bench.limit_s
+    rounds: list[Round] = []
+    with closing(_rounds(bench, peer, scenario, late, end)) as measured:
+        try:
+            for one in measured:
+                rounds.append(one)
+                longest = max(one.seconds for one in rounds)
+                if len(rounds) == ROUNDS or time.monotonic() + _MARGIN * longest > end:
+                    break
+        except WorkerLate:
+            if not rounds:
+                raise
+    return row_of(bench.model, peer, scenario, rounds)
 
 
-@dataclass(frozen=True)
-class _Round:
-    """A measured turn, and the worker's answers to "about" before and after it."""
+def _rounds(
+    bench: Bench, peer: Peer | None, scenario: Scenario, late: bool, end: float
+) -> Iterator[Round]:
+    """Measure rounds without end, each of a different text in an empty conversation.
 
-    before: Row
-    taken: Row
-    after: Row
-    others_cores: float
+    A cold round is the first one of its process.
+    """
+    limit, started = limit_bytes(bench, peer, scenario), program(bench, peer, scenario)
+    cold = scenario.moment == "cold"
+    for first in count():
+        begin = time.monotonic()
+        with Side(started, limit, late, end - begin) as side:
+            if not cold:
+                side.worker.ask("turn", **_warm(bench.model, scenario), limit_s=_left(end) / 4)
+                begin = time.monotonic()
+            for number in count(first):
+                one = _round(bench, scenario, side, number, end, peer is None)
+                yield replace(one, seconds=time.monotonic() - begin)
+                begin = time.monotonic()
+                if cold:
+                    break
 
-    def grown(self, name: str) -> int:
-        return int(self.after[name] - self.before[name])
 
-    @property
-    def read_bytes(self) -> int:
-        """The bytes read from disk, by the steps alone where the worker reports that."""
-        begin = self.taken.get("first_disk_bytes", self.before["disk_bytes"])
-        return int(self.taken["disk_bytes"] - begin)
+def _round(
+    bench: Bench, scenario: Scenario, side: Side, number: int, end: float, ours: bool
+) -> Round:
+    worker = side.worker
+
+    def turn(asked: list[list[int]], forced: list[list[int]], share: float) -> dict[str, Any]:
+        return worker.ask("turn", prompts=asked, answers=forced, limit_s=share * _left(end))
+
+    worker.ask("reset")
+    texts = _texts(bench.model, scenario, number)
+    prompts = [text[: scenario.prompt] for text in texts]
+    answers = [text[scenario.prompt :][: scenario.decode] for text in texts]
+    if scenario.moment == "second":
+        turn(prompts, answers, _DECODING / 2)
+        prompts = [t[-SECOND_PROMPT - scenario.decode : -scenario.decode] for t in texts]
+        answers = [text[-scenario.decode :] for text in texts]
+    on_cpu = ours and scenario.gpu is None  # a GPU's own memory is not measured
+    ram = read_ceiling(bench.threads) if on_cpu else 0.0
+    before, busy, start = worker.ask("about"), _busy_s(), time.monotonic()
+    taken = turn(prompts, answers, _DECODING)
+    others = _busy_s() - busy - (taken["cpu_s"] - before["cpu_s"])
+    others /= time.monotonic() - start
+    after = worker.ask("about")
+    if on_cpu:
+        ram = max(ram, read_ceiling(bench.threads))
+    started_s = worker.greeting["ready_at"] - worker.greeting["imported_at"]
+    return Round(before, taken, after, others, 0.0, started_s, ram)
 
 
-def _row(
-    peer: Peer | None, scenario: Scenario, bench: Bench, rounds: list[_Round], started_s: float
-) -> Row:
-    steps = [step for one in rounds for step in one.taken["steps"]]
-    if not steps:
-        raise WorkerFailed(f"no second token within {bench.limit_s / 2:.0f} s")
-    rows, last = len(steps) * scenario.batch, rounds[-1]
-    first = statistics.median(one.taken["first"] for one in rounds)
-    found: Row = {
-        "ttft_ms": round(1e3 * (first + (started_s if scenario.moment == "cold" else 0)), 1),
-        "tpot_ms_median": round(1e3 * statistics.median(steps), 2),
-        "tpot_ms_p95": round(1e3 * sorted(steps)[int(0.95 * (len(steps) - 1))], 2),
-        "tokens_per_s": round(rows / sum(steps), 2),
-        "rounds": len(rounds),
-        "steps": len(steps),
-        "hit_rate": None,
-        "bytes_per_token": round(sum(one.read_bytes for one in rounds) / rows),
-        "peak_bytes": last.taken["peak_bytes"],
-        "forced": last.taken["forced"],
-        "others_cores": round(max(0.0, statistics.fmean(r.others_cores for r in rounds)), 2),
-        "bits": None,
-        "version": last.after.get("version", "this clone"),
-    }
-    if last.after.get("elsewhere"):  # a server's memory and disk are not this process's
-        found |= {"bytes_per_token": None, "peak_bytes": None, "others_cores": None}
-    else:
-        found["bits"] = bench.model.bits(peer.weights if peer is not None else None)
-    if peer is None:
-        events = sum(one.grown("decode_events") for one in rounds)
-        hits = sum(one.grown("decode_hits") for one in rounds)
-        found["hit_rate"] = round(hits / events, 4) if events else None
-        kv = last.after["state_bytes"] * (scenario.batch - 1)  # token_bytes has the first one's
-        found["token_bytes"] = last.after["token_bytes"] + kv
-    return found
+def _left(end: float) -> float:
+    return max(0.0, end - time.monotonic())
 
 
 def _busy_s() -> float:
@@ -283,15 +243,16 @@ def _texts(model: SuiteModel, scenario: Scenario, number: int) -> list[list[int]
     return [model.text(length, scenario.prompt, seed) for seed in seeds]
 
 
-def _warm(model: SuiteModel, scenario: Scenario) -> tuple[list[list[int]], list[list[int]]]:
+def _warm(model: SuiteModel, scenario: Scenario) -> dict[str, list[list[int]]]:
     """Return warm-up prompts and answers: they touch every expert if all fit, else a few."""
     if scenario.memory is None:
         draw = Tokens(model.race.config["vocab_size"], seed=1)
-        count = min(_WARM_TOKENS, scenario.prompt + scenario.decode - _WARM_STEPS)
-        texts = [draw.draw(count + _WARM_STEPS) for _ in range(scenario.batch)]
+        length = min(_WARM_TOKENS, scenario.prompt + scenario.decode - _WARM_STEPS)
+        texts = [draw.draw(length + _WARM_STEPS) for _ in range(scenario.batch)]
     else:
-        count = min(32, scenario.prompt)
+        length = min(32, scenario.prompt)
         texts = [
-            model.text(count + _WARM_STEPS, count, 1000 + seed) for seed in range(scenario.batch)
+            model.text(length + _WARM_STEPS, length, 1000 + seed) for seed in range(scenario.batch)
         ]
-    return [text[:count] for text in texts], [text[count:] for text in texts]
+    prompts, answers = [text[:length] for text in texts], [text[length:] for text in texts]
+    return {"prompts": prompts, "answers": answers}

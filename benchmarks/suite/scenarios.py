@@ -59,7 +59,7 @@ class Scenario:
 
 
 def default() -> list[Scenario]:
-    """Return scenarios for two hours: each size is varied alone, around 512 + 32 tokens."""
+    """Return scenarios for 70 minutes: each size is varied alone, around 512 + 32 tokens."""
     ram = [
         Scenario(),
         Scenario(prompt=32),

@@ -262,21 +262,33 @@ def report(engine: Engine, settings: Settings, measured: Measured) -> dict[str, 
 
 def machine() -> dict[str, Any]:
     """Return the machine and versions on which figures depend."""
-    model = platform.processor() or platform.machine()
-    with suppress(OSError, IndexError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next(line for line in lines if line.startswith("model name")).partition(": ")[2]
     ours = "not installed"
     with suppress(PackageNotFoundError):
         ours = version("moeinf")
     return {
-        "cpu": model,
+        "cpu": processor(),
         "cores": core_count(),
         "memory_bytes": physical_bytes(),
         "system": platform.system() + " " + platform.release(),
         "moeinf": ours,
         "torch": torch.__version__,
     }
+
+
+def processor(path: Path = Path("/proc/cpuinfo")) -> str:
+    """Return the processor's name, family and model as `lscpu` shows them.
+
+    Several processors share a name; family and model tell them apart.
+    """
+    facts = dict[str, str]()
+    with suppress(OSError):
+        for line in path.read_text().splitlines():
+            key, _, value = line.partition(":")
+            facts.setdefault(key.strip(), value.strip())
+    name = facts.get("model name") or platform.processor() or platform.machine()
+    if "cpu family" not in facts or "model" not in facts:
+        return name
+    return f"{name} (family {facts['cpu family']}, model {facts['model']})"
 
 
 def _ms(seconds: float) -> float:

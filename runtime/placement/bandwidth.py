@@ -36,6 +36,7 @@ _RAM_ROUNDS = 8
 _QUICK_BYTES = 64 << 20  # a smaller sample gives no figure for the drive
 _QUICK_IN_FLIGHT = (2, 8)
 _QUICK_PIECE_BYTES = 4 << 20  # at most, so that the buffers stay within a load's scratch
+_NOW_ROUNDS = 3
 _FLOAT32_PATH = "avx512"  # or the best slower one: float32 products
 _PRODUCT_ROUNDS = 3
 
@@ -89,6 +90,17 @@ def drive_of(settings: Settings, folder: Path, manifest: Manifest) -> Drive | No
         remember(settings, drive=(first, drive), more=more)
         return drive
     return None
+
+
+def drive_now(folder: Path, manifest: Manifest) -> float:
+    """Return bytes per second of random reads of the model's shards, measured now.
+
+    It reads at most some 800 MiB. Earlier measurements are neither used nor replaced. Raises
+    OSError, and Unsupported where the system cannot read so.
+    """
+    pieces = _some_shards(folder, manifest)
+    swept = sweep(pieces, lambda *_: None, _QUICK_IN_FLIGHT, _NOW_ROUNDS, blocks=())
+    return swept.chosen.bytes_per_s
 
 
 def drive_at(settings: Settings, folder: Path) -> Drive:

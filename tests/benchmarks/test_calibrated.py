@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks import capped
 from benchmarks.calibrated import Calibration, bfloat16, calibrated, embeddings, tokens
 from benchmarks.capped import Program, Side, fate, race
 from benchmarks.cgroup import MemoryGroup, NoMemoryGroup
@@ -23,6 +25,9 @@ from moeinf.runtime.checkpoints.checkpoint import read_header
 from moeinf.runtime.config import EngineConfig
 from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.library.manifest import DENSE
+from moeinf.runtime.machine.disk_bench import WHOLE_BLOCKS, Reading
+from moeinf.runtime.machine.measurements import Drive, remember, remembered_drive
+from moeinf.runtime.placement.bandwidth import drive_now
 from moeinf.runtime.sizes import parse_memory
 
 _TINY = {
@@ -149,10 +154,13 @@ def test_a_capped_race(cache: Path) -> None:
     assert found["times_as_fast"] == pytest.approx(ratio, abs=0.01)
     assert 0 < found["about"]["hit_rate"] < 1
     found["floor_ms"] = {"ram": 1.0, "disk": 2.0}
+    assert found["turns"]["count"] == 4
+    assert found["turns"]["least"] <= ratio <= found["turns"]["most"]
     fates = {"no-repack": "", "no-mmap": "killed at the limit"}
-    rows = capped_markdown(
-        [{"share": 0.5, "limit_bytes": 1 << 30, "fates": fates, "races": {"no-repack": found}}]
-    ).splitlines()
+    share = {"share": 0.5, "limit_bytes": 1 << 30, "fates": fates, "races": {"no-repack": found}}
+    about = {"command": "capped", "machine": {"cpu": "A CPU"}, "shares": [share]}
+    first, _, *rows = capped_markdown(about).splitlines()
+    assert first == "`capped`, A CPU"
     assert len(rows) == 4
     assert rows[2].count("|") == rows[0].count("|") == rows[1].count("|")
     assert rows[3].startswith("| 1.0 GiB | 50% | no-mmap | killed at the limit |")
@@ -161,6 +169,26 @@ def test_a_capped_race(cache: Path) -> None:
         assert "exit code 5" in fate(missing, 1 << 30, text)
     except NoMemoryGroup as error:
         pytest.skip(str(error))
+
+
+def test_a_capped_floor_is_of_the_same_run(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its drive is measured beside the race: a stored speed, here 1 byte/s, does not count."""
+    model = calibrated(cache, "tiny", _TINY, _LOCAL)
+    manifest = model.ours("bf16")
+    stored = Drive(Reading(4, WHOLE_BLOCKS, False, 1.0, 4), True, 4096, "2026-11-20T10:00:00+00:00")
+    remember(model.settings, drive=(model.folder("bf16"), stored))
+    monkeypatch.setattr(capped, "limit_bytes", lambda *_: None)  # no control group is needed
+    options = argparse.Namespace(
+        tag="bf16", routing="calibrated", prompt=8, tokens=16, text=0, slice=8, less=0, peers=[],
+        policy="lru", threads=1,
+    )  # fmt: skip
+    found = capped.capped(options, model, 0.3)["races"]["alone"]
+    read, speeds = found["ours"]["disk_bytes_per_token"], found["bytes_per_s"]
+    assert speeds["disk"] > 1e6
+    assert speeds["ram"] > 1e6
+    assert found["floor_ms"]["disk"] == pytest.approx(1e3 * read / speeds["disk"], abs=0.01)
+    assert remembered_drive(model.settings, model.folder("bf16")) == stored
+    assert 0 < drive_now(model.folder("bf16"), manifest) < float("inf")
 
 
 def test_context_and_overhead(cache: Path) -> None:

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import platform
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from moeinf.runtime.config import Settings
-from moeinf.runtime.jobs.bench import bench, decode, prefill, prompt_of, report, token_bytes
+from moeinf.runtime.jobs.bench import (
+    bench,
+    decode,
+    prefill,
+    processor,
+    prompt_of,
+    report,
+    token_bytes,
+)
 from moeinf.runtime.machine.memory import core_count
 from moeinf.runtime.placement.bandwidth import Speeds
 from tests.conftest import Open
@@ -73,3 +84,16 @@ def test_report(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     assert report(engine, settings, measured)["floor_ms"] == pytest.approx(
         token_bytes(engine, context).total / 1e6 * 1e3
     )
+
+
+def test_the_processor_is_named_as_lscpu_does(tmp_path: Path) -> None:
+    """Its family and model tell processors of one name apart; without them the name is enough."""
+    path = tmp_path / "cpuinfo"
+    path.write_text(
+        "processor\t: 0\ncpu family\t: 25\nmodel\t\t: 1\nmodel name\t: AMD EPYC\n\n"
+        "processor\t: 1\ncpu family\t: 6\nmodel\t\t: 2\nmodel name\t: another\n"
+    )
+    assert processor(path) == "AMD EPYC (family 25, model 1)"
+    path.write_text("processor\t: 0\nBogoMIPS\t: 50.00\nCPU part\t: 0xd40\n")
+    assert processor(path) == (platform.processor() or platform.machine())
+    assert processor(tmp_path / "none") == processor(path)
