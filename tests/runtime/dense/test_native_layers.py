@@ -1,6 +1,6 @@
 """Decoder layers of every family: which are one native call, and their bits.
 
-docs/performance.md has the table.
+docs/performance/token.md has the table.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moeinf.runtime.dense.cpu_block import NativeBlock, NativeBlocks, why_in_pie
 from moeinf.runtime.dense.cpu_fused import tuned
 from tests.tiny import TINY, tiny_config
 
-PAGE = Path(__file__).parents[3] / "docs" / "performance.md"
+PAGE = Path(__file__).parents[3] / "docs" / "performance" / "token.md"
 HEAD = "| one call computes | of families | without |\n|---|---|---|\n"
 AMOUNTS = ("a whole layer", "all but attention", "all but experts", "router alone", "nothing")
 OTHERS = {"nllb-moe", "switch_transformers"}  # encoder-decoders have no such layers
@@ -126,7 +126,7 @@ def test_the_table_is_true() -> None:
     text = PAGE.read_text()
     start = text.index(HEAD)
     found = text[start : text.index("\n\n", start) + 1]
-    assert found == table(), f"docs/performance.md needs:\n{table()}"
+    assert found == table(), f"docs/performance/token.md needs:\n{table()}"
 
 
 @pytest.mark.parametrize("kv", ["full", "q8"])
