@@ -110,9 +110,10 @@ def _header(about: Result) -> list[str]:
     return [
         f"# {machine['cpu']}",
         "",
-        f"{cores} cores, {memory} RAM, {machine['system']}, moeinf {machine['moeinf']}, torch "
-        f"{machine['torch']}. `{about['command']}`, {about['when']}, {about['threads']} threads,",
-        f"model {about['model']}, routing of {about['routing']}.",
+        f"- {cores} cores, {memory} RAM, {machine['system']}",
+        f"- moeinf {machine['moeinf']}, torch {machine['torch']}; threads: {about['threads']}",
+        f"- model {about['model']}; routing: {about['routing']}",
+        f"- {about['when']}: `{about['command']}`",
     ]
 
 
@@ -125,7 +126,7 @@ def _goals(results: Results, scenarios: Sequence[Scenario]) -> list[str]:
     lines += [*_table_head(*MISSED_HEAD), *(_line(*one.cells()) for one in found)]
     if text := results.about.get("profile"):
         lines += ["", "A token in RAM by pieces, in a separate run that times each piece:", ""]
-        lines += text.splitlines()
+        lines += [f"    {line}" for line in text.splitlines()]
     return lines
 
 
