@@ -82,8 +82,8 @@ _LACKING = """
 ## Models without a published config
 
 The parameter counts of models with a short name are computed from their published `config.json`.
-Those of these models are computed from published values (`tests/data/sizes.json`), because the whole
-file could not be had. `tests/data/README.md` names the source of each:
+Those of these models are computed from published values (`tests/data/sizes.json`), because the
+whole file could not be had. `tests/data/README.md` names the source of each:
 {names}.
 `moeinf show NAME` prints what is known of each without a network. `moeinf plan NAME` and
 `moeinf pull NAME` read the repository itself.

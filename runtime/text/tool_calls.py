@@ -5,6 +5,7 @@
 Qwen3-Coder, 3.5, Nemotron-3
 <tool_call>NAME<arg_key>P</arg_key><arg_value>V</arg_value></tool_call>                 GLM-4.5
 <|tool_call|>[{…}]   and   [TOOL_CALLS][{…}]                           Granite 3.1, Mixtral
+<tool_calls>[{…}]</tool_calls>                                              Hunyuan-A13B
 [TOOL_CALLS]NAME[ARGS]{…}                                    Mistral Small 4, Ministral 3
 <|tool_call>call:NAME{P:V,P:<|"|>TEXT<|"|>}<tool_call|>                            Gemma 4
 <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>…<｜tool▁sep｜>…<｜tool▁calls▁end｜>         DeepSeek
@@ -376,6 +377,7 @@ FORMATS = (
     _dsml_format("function_calls"),
     _dsml_format("tool_calls"),
     Format("<|tool_call|>", "", _json, _between("<|tool_call|>[", "]")),
+    Format("<tool_calls>", "</tool_calls>", _json, _between("<tool_calls>[", "]</tool_calls>")),
     Format(
         "[TOOL_CALLS]",
         "",

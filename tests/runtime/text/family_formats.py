@@ -29,17 +29,25 @@ _CHATML = Formats("chatml", calls.TAGS)
 _CODER = Formats("chatml", calls.CODER)
 _GLM = Formats("glm", calls.TAGS)
 _KIMI = Formats("kimi", calls.KIMI)
-_NO_TOOLS = "the published template offers no tools"
 _PLAIN = "the repositories have no chat template, prompts are plain text; one of a folder is used"
 _MODE = "an encoder-decoder has no chat"
 FORMATS: dict[str, Formats] = {
-    "arctic": Formats("chatml", no_calls=_NO_TOOLS),
-    "deepseek_v2": Formats("spoken", no_calls=_NO_TOOLS),
+    "arctic": Formats(
+        "chatml",
+        no_calls="the template of snowflake-arctic-instruct (tokenizer_config.json) has no tools",
+    ),
+    "deepseek_v2": Formats(
+        "spoken",
+        no_calls="the template of DeepSeek-V2-Lite-Chat (tokenizer_config.json) has no tools",
+    ),
     "deepseek_v3": Formats("deepseek 3", calls.DEEPSEEK),
     "deepseek_v32": Formats(no_template=_PLAIN, calls=calls.V32),
     "deepseek_v4": Formats("deepseek 4", calls.V4),
-    "dots1": Formats("dots", no_calls=_NO_TOOLS),
-    "ernie4_5_moe": Formats("spoken", no_calls=_NO_TOOLS),
+    "dots1": Formats(
+        "dots",
+        no_calls="the template has the roles system, user and assistant only (llama.cpp, vLLM)",
+    ),
+    "ernie4_5_moe": Formats("spoken", calls.TAGS),  # ERNIE-4.5-21B-A3B-Thinking (vLLM's docs)
     "exaone_moe": Formats("roles", calls.TAGS),
     "gemma4": Formats("gemma", calls.GEMMA),
     "glm4_moe": _GLM,
@@ -52,7 +60,7 @@ FORMATS: dict[str, Formats] = {
     "granitemoeshared": Formats(
         no_template="only base models are published", no_calls="only base models are published"
     ),
-    "hunyuan_v1_moe": Formats("dots", no_calls=_NO_TOOLS),
+    "hunyuan_v1_moe": Formats("hunyuan", calls.HUNYUAN),  # vLLM's docs
     "kimi_k2": _KIMI,
     "kimi_k25": _KIMI,
     "kimi_linear": _KIMI,
@@ -64,9 +72,17 @@ FORMATS: dict[str, Formats] = {
     "mixtral": Formats("instruct", calls.MISTRAL),
     "nemotron_h": Formats("nemotron", calls.CODER),
     "nllb-moe": Formats(no_template=_MODE, no_calls=_MODE),
-    "olmoe": Formats("roles", no_calls=_NO_TOOLS),
-    "phimoe": Formats("roles", no_calls=_NO_TOOLS),
-    "qwen2_moe": Formats("chatml", no_calls=_NO_TOOLS),
+    "olmoe": Formats(
+        "roles",
+        no_calls="the template of OLMo-7B-SFT (tokenizer_config.json) has no tools",
+    ),
+    "phimoe": Formats(
+        "roles", no_calls="the template of Phi-3.5 has the roles system, user and assistant only"
+    ),
+    "qwen2_moe": Formats(
+        "chatml",
+        no_calls="the template of Qwen1.5-MoE is ChatML without tools, which came with Qwen2.5",
+    ),
     "qwen3_5_moe": _CODER,
     "qwen3_moe": _CHATML,
     "qwen3_next": _CHATML,

@@ -1,4 +1,4 @@
-"""Templates of our own, with constructs of MiniMax-M2, LFM2, Solar-Open, dots.llm1, DeepSeek-V3."""
+"""Templates of our own, with constructs of MiniMax-M2, LFM2, Solar, dots, Hunyuan, DeepSeek-V3."""
 
 from __future__ import annotations
 
@@ -122,6 +122,41 @@ DOTS = """{% if messages[0]['role'] == 'system' %}
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt and messages[-1]['role'] == 'user' %}{{ '<|response|>' }}{% endif %}"""
+
+HUNYUAN = """
+{%- set said = namespace(system='', open=false) %}
+{%- for message in messages if message['role'] == 'system' %}
+    {%- set said.system = said.system + message['content'] %}
+{%- endfor %}
+{%- if tools %}
+    {%- set said.system = said.system + '\\nToday: ' + strftime_now('%Y-%m-%d') + '\\n' + (
+        tools | tojson(ensure_ascii=False)) + '\\n<tool_calls>[{"name": ...}]</tool_calls>' %}
+{%- endif %}
+{{- '<|startoftext|>' }}{% if said.system %}{{ said.system + '<|extra_4|>' }}{% endif %}
+{%- for message in messages %}
+    {%- if message['role'] == 'user' %}
+        {{- message['content'] + '<|extra_0|>' }}{% set said.open = false %}
+    {%- elif message['role'] == 'tool' %}
+        {%- if not said.open %}{{ '<tool_responses>' }}{% set said.open = true %}{% endif %}
+        {{- '<tool_response>' + message['content'] + '</tool_response>' }}
+        {%- if loop.last or loop.nextitem['role'] != 'tool' %}
+            {{- '</tool_responses><|extra_0|>' }}
+        {%- endif %}
+    {%- elif message['role'] == 'assistant' and message.tool_calls %}
+        {{- message['content'] + '<tool_calls>[' }}
+        {%- for call in message.tool_calls %}
+            {{- '{"name": "' + call.function.name + '", "arguments": ' }}
+            {{- call.function.arguments | tojson(ensure_ascii=False) + '}' }}
+            {%- if not loop.last %}{{ ', ' }}{% endif %}
+        {%- endfor %}{{ ']</tool_calls><|eos|>' }}
+    {%- elif message['role'] == 'assistant' %}
+        {{- message['content'].split('</think>')[-1].lstrip('\\n') + '<|eos|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if enable_thinking is defined and not enable_thinking %}
+    {{- '<think>\\n\\n</think>\\n' }}
+{%- endif %}
+"""
 
 DEEPSEEK3 = """
 {%- if not thinking is defined %}{% set thinking = false %}{% endif %}

@@ -1,11 +1,11 @@
-"""Texts with tool calls of MiniMax-M2, Kimi-K2 and LFM2, and what is to be read in them."""
+"""Texts with tool calls of MiniMax, Kimi-K2, LFM2 and Hunyuan, and what is to be read in them."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from moeinf.runtime.text.offered_tools import Call
-from tests.runtime.text.tool_call_texts import ADD, KIMI, LFM2, LFM2_5, MINIMAX, answer
+from tests.runtime.text.tool_call_texts import ADD, HUNYUAN, KIMI, LFM2, LFM2_5, MINIMAX, answer
 
 RECENT: list[tuple[str, str, list[Any] | None]] = [
     # MiniMax-M2
@@ -71,4 +71,19 @@ RECENT: list[tuple[str, str, list[Any] | None]] = [
     (LFM2, "<|tool_call_start|>[add(a=open('x'))]<|tool_call_end|>", None),
     (LFM2, f"<|tool_call_start|>[add(list={'[' * 100_000}", None),
     (LFM2, "<|tool_call_start|>[]<|tool_call_end|>", None),
+    # Hunyuan-A13B
+    (
+        HUNYUAN,
+        'Add.<tool_calls>[{"name": "add", "arguments": {"a": 1, "note": "</tool_calls>"}}, '
+        '{"name": "now", "arguments": {}}]</tool_calls>',
+        [answer("Add."), Call("add", {"a": 1, "note": "</tool_calls>"}), Call("now", {})],
+    ),
+    (
+        HUNYUAN,
+        '\n<tool_calls>\n[{"name": "add", "arguments": {"a": 1}}]\n</tool_calls>',
+        [ADD],
+    ),
+    (HUNYUAN, '<tool_calls>[{"name": "rm", "arguments": {}}]</tool_calls>', None),
+    (HUNYUAN, "<tool_calls>[]</tool_calls>", None),
+    (HUNYUAN, '<tool_calls>[{"name": "now"', None),
 ]

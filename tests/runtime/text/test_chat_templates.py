@@ -15,7 +15,7 @@ from moeinf.runtime.text.chat_template import TemplateWorker
 from moeinf.runtime.text.offered_tools import Call
 from moeinf.runtime.text.tool_calls import format_of, knows_tools
 from tests.runtime.text.long_templates import GEMMA, KIMI
-from tests.runtime.text.more_templates import DEEPSEEK3, DOTS, LFM2, MINIMAX, SOLAR
+from tests.runtime.text.more_templates import DEEPSEEK3, DOTS, HUNYUAN, LFM2, MINIMAX, SOLAR
 from tests.runtime.text.recent_templates import DEEPSEEK4, GRANITE4, MISTRAL3, NEMOTRON
 
 CHATML = """
@@ -245,7 +245,8 @@ TEMPLATES = {  # with the families that use such constructs
     "minimax": MINIMAX,
     "lfm2": LFM2,
     "solar": SOLAR,
-    "dots": DOTS,  # and Hunyuan
+    "dots": DOTS,
+    "hunyuan": HUNYUAN,
     "deepseek 3": DEEPSEEK3,
 }
 ASK = {"role": "user", "content": "What is <2 & 'é'> \U0001f642?\n"}
@@ -286,6 +287,7 @@ VARIABLES: list[dict[str, Any]] = [
         (GRANITE4, "<tool_call>", None),
         (DEEPSEEK4, "<｜DSML｜tool_calls>", None),
         (MISTRAL3, "[TOOL_CALLS]", None),
+        (HUNYUAN, "<tool_calls>", None),
     ],
 )
 def test_their_tool_calls_are_known(template: str, opening: str, bare: str | None) -> None:
@@ -296,7 +298,9 @@ def test_their_tool_calls_are_known(template: str, opening: str, bare: str | Non
     assert (form.bare and form.bare.open) == bare
 
 
-@pytest.mark.parametrize("template", [DEEPSEEK4, MISTRAL3, GLM, NEMOTRON, MINIMAX, SOLAR], ids=len)
+@pytest.mark.parametrize(
+    "template", [DEEPSEEK4, MISTRAL3, GLM, NEMOTRON, MINIMAX, SOLAR, HUNYUAN], ids=len
+)
 @pytest.mark.parametrize("size", [1, 1000])
 def test_a_rendered_call_is_parsed_again(template: str, size: int) -> None:
     """A template writes a call as its model learned to write it."""

@@ -18,6 +18,7 @@ from tests.runtime.text.tool_call_texts import (
     CODER,
     GEMMA,
     HARMONY,
+    HUNYUAN,
     KIMI,
     LFM2,
     MINIMAX,
@@ -98,12 +99,15 @@ def test_without_tools_marks_are_text() -> None:
              "<|tool_calls|>", "<|calls|>", "<|tool_call:begin|>", "<|tool_call:name|>now",
              "<|tool_call:args|>{}", "<|tool_call:end|>", "now[ARGS]", "[THINK]", "[/THINK]",
              "<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>", '<｜DSML｜invoke name="now">',
-             "</｜DSML｜invoke>"]
+             "</｜DSML｜invoke>", "<tool_calls>", "</tool_calls>"]
         ),
         max_size=30,
     ),
     st.sampled_from(
-        [TAGS, CODER, MISTRAL, MISTRAL_NAMED, HARMONY, MINIMAX, KIMI, LFM2, GEMMA, SOLAR, V4]
+        [
+            TAGS, CODER, MISTRAL, MISTRAL_NAMED, HARMONY, MINIMAX, KIMI, LFM2, GEMMA, SOLAR, V4,
+            HUNYUAN,
+        ]
     ),
     st.integers(1, 9),
 )  # fmt: skip

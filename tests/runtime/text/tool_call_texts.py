@@ -11,6 +11,7 @@ TAGS = "{% if tools %}<tool_call>{% endif %}"
 CODER = "{% if tools %}<tool_call><function=NAME>{% endif %}"
 MISTRAL = "{% if tools %}[TOOL_CALLS]{% endif %}"
 MISTRAL_NAMED = "{% if tools %}[TOOL_CALLS]{{ name }}[ARGS]{% endif %}[THINK]x[/THINK]"
+HUNYUAN = "{%- if tools %}<tool_calls>{% endif %}"
 GRANITE = "{%- if tools %}<|tool_call|>{% endif %}"
 DEEPSEEK = "{% for tool in tools %}<｜tool▁calls▁begin｜>{% endfor %}"
 GEMMA = "{% if tools %}<|tool_call>{% endif %}<|channel>thought\n<channel|>"
@@ -26,7 +27,7 @@ LFM2_5 = "{%- if tools -%}x{% endif %}<|tool_call_start|>"
 
 ALL_TEMPLATES = [
     TAGS, CODER, MISTRAL, MISTRAL_NAMED, GRANITE, DEEPSEEK, HARMONY, MINIMAX, KIMI, LFM2, LFM2_5,
-    GEMMA, V32, V4, SOLAR,
+    GEMMA, V32, V4, SOLAR, HUNYUAN,
 ]  # fmt: skip
 
 
