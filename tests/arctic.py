@@ -23,6 +23,9 @@ class ArcticConfig:
     def __init__(self, **settings: Any) -> None:
         self._values = {"model_type": "arctic", "rms_norm_eps": 1e-5, "rope_theta": 1e4, **settings}
         self._values |= {"moe_layer_frequency": 1, "parallel_attn_mlp_res": True}
+        for name in ("attention_bias", "tie_word_embeddings"):
+            self._values.setdefault(name, False)
+        self._values.setdefault("sliding_window", None)
         self.__dict__.update(self._values)
 
     def get_text_config(self) -> ArcticConfig:
@@ -40,14 +43,17 @@ class ArcticReference(nn.Module):
         self.config = config
         d, head = config.hidden_size, config.hidden_size // config.num_attention_heads
         narrow = config.num_key_value_heads * head
-        shapes = {"model.embed_tokens": (config.vocab_size, d), "lm_head": (config.vocab_size, d)}
-        shapes["model.norm"] = (d,)
+        shapes = {"model.embed_tokens": (config.vocab_size, d), "model.norm": (d,)}
+        if not config.tie_word_embeddings:
+            shapes["lm_head"] = (config.vocab_size, d)
         for layer in range(config.num_hidden_layers):
             at = f"model.layers.{layer}"
             for name in ("input", "post_attention", "residual"):
                 shapes[f"{at}.{name}_layernorm"] = (d,)
             for name, width in (("q", d), ("k", narrow), ("v", narrow), ("o", d)):
                 shapes[f"{at}.self_attn.{name}_proj"] = (width, d)
+                if config.attention_bias:
+                    shapes[f"{at}.self_attn.{name}_proj.bias"] = (width,)
             for name in ("w1", "w2", "w3"):
                 shapes[f"{at}.residual_mlp.{name}"] = (d, d)
             shapes[f"{at}.block_sparse_moe.gate"] = (config.num_local_experts, d)
@@ -63,7 +69,8 @@ class ArcticReference(nn.Module):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
         for name, parameter in self.weights.items():
-            yield f"{name.replace('/', '.')}.weight", parameter
+            whole = name.replace("/", ".")
+            yield whole if whole.endswith(".bias") else f"{whole}.weight", parameter
 
     def save_pretrained(self, folder: Path) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -80,7 +87,8 @@ class ArcticReference(nn.Module):
             dense = self._mlp(self._norm(h, f"{at}.residual_layernorm"), f"{at}.residual_mlp")
             read = self._norm(x, f"{at}.post_attention_layernorm")  # x: the input of attention
             x = h + dense + self._experts(read, f"{at}.block_sparse_moe")
-        logits = self._norm(x, "model.norm") @ self._w("lm_head").T
+        head = "model.embed_tokens" if self.config.tie_word_embeddings else "lm_head"
+        logits = self._norm(x, "model.norm") @ self._w(head).T
         return SimpleNamespace(logits=logits[None])
 
     @torch.no_grad()
@@ -115,7 +123,7 @@ class ArcticReference(nn.Module):
     def _attention(self, x: Tensor, at: str) -> Tensor:
         config, total = self.config, len(x)
         q, k, v = (
-            (x @ self._w(f"{at}.{name}_proj").T).view(total, heads, -1).transpose(0, 1)
+            self._projected(x, f"{at}.{name}_proj").view(total, heads, -1).transpose(0, 1)
             for name, heads in (
                 ("q", config.num_attention_heads),
                 ("k", config.num_key_value_heads),
@@ -125,10 +133,17 @@ class ArcticReference(nn.Module):
         shared = config.num_attention_heads // config.num_key_value_heads
         q, k = self._turn(q), self._turn(k).repeat_interleave(shared, 0)
         scores = (q @ k.mT) / q.shape[-1] ** 0.5
-        scores = scores.masked_fill(torch.ones(total, total).triu(1).bool(), -torch.inf)
+        unseen = torch.ones(total, total).triu(1).bool()
+        if config.sliding_window is not None:
+            unseen |= torch.ones(total, total).tril(-config.sliding_window).bool()
+        scores = scores.masked_fill(unseen, -torch.inf)
         weights = scores.softmax(-1, dtype=torch.float32).to(x.dtype)
         out = weights @ v.repeat_interleave(shared, 0)
-        return out.transpose(0, 1).reshape(total, -1) @ self._w(f"{at}.o_proj").T
+        return self._projected(out.transpose(0, 1).reshape(total, -1), f"{at}.o_proj")
+
+    def _projected(self, x: Tensor, at: str) -> Tensor:
+        out = x @ self._w(at).T
+        return out + self._w(f"{at}.bias") if self.config.attention_bias else out
 
     def _turn(self, x: Tensor) -> Tensor:
         """Apply half-rotation RoPE to [heads, T, W]."""

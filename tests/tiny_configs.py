@@ -38,6 +38,14 @@ TINY: dict[str, Tiny] = {
         rms_norm_eps=0.03,
         rope_theta=500.0,
     ),
+    "arctic-one-expert": arctic(
+        num_key_value_heads=1,
+        num_experts_per_tok=1,
+        attention_bias=True,
+        sliding_window=7,
+        tie_word_embeddings=True,
+    ),
+    "arctic-all-experts": arctic(num_attention_heads=2, num_experts_per_tok=6),
     "mixtral": mixtral(),
     "mixtral-wide-heads": mixtral(
         hidden_size=40,
@@ -169,6 +177,7 @@ TINY: dict[str, Tiny] = {
         norm_topk_prob=False,
         rope_parameters={**YARN, "factor": 4.0, "partial_rotary_factor": 1.0},
     ),
+    "glm4-one-expert": glm4(num_experts_per_tok=1, num_key_value_heads=1, use_qk_norm=True),
     "glm4-lite": glm4_lite(),
     "glm4-lite-layers": glm4_lite(
         mlp_layer_types=["sparse", "dense", "sparse"],
@@ -177,6 +186,9 @@ TINY: dict[str, Tiny] = {
         num_experts_per_tok=1,
         attention_bias=True,
         tie_word_embeddings=True,
+    ),
+    "glm4-lite-all-experts": glm4_lite(
+        mlp_layer_types=["dense", "sparse", "dense"], num_experts_per_tok=8
     ),
     "gpt-oss": gpt_oss(),
     "gpt-oss-blocks": gpt_oss(hidden_size=64, intermediate_size=32),  # whole blocks of 32
@@ -206,6 +218,7 @@ TINY: dict[str, Tiny] = {
         rms_norm_eps=0.03,
         rope_parameters={**YARN, "factor": 4.0},
     ),
+    "granite-all-experts": granite(num_experts_per_tok=6, num_key_value_heads=1),
     "granite-shared": granite_shared(embedding_multiplier=1.5, residual_multiplier=0.6),
     "granite-shared-none": granite_shared(
         shared_intermediate_size=0, num_experts_per_tok=6, logits_scaling=0.7
@@ -230,6 +243,7 @@ TINY: dict[str, Tiny] = {
         rms_norm_eps=0.03,
     ),
     "phimoe-longrope": phimoe(
+        tie_word_embeddings=True,
         rope_parameters={
             "rope_type": "longrope",
             "rope_theta": 1e4,
