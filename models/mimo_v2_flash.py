@@ -1,7 +1,7 @@
 """MiMo-V2-Flash: windows with sinks, values narrower than keys, key heads that differ per layer.
 
-Math as in transformers 5.23, modeling_mimo_v2_flash.py. Multi-token prediction (model.mtp) is left
-out.
+Math as in transformers 5.23, modeling_mimo_v2_flash.py. The first of the modules of multi-token
+prediction (model.mtp) is kept. Its network is dense: it is stored as the module's only expert.
 """
 
 from __future__ import annotations
@@ -12,13 +12,17 @@ from typing import Any
 
 from torch import Tensor
 
-from moeinf.models.base import ExpertPart, Family, Model, MoeShape, Parts
+from moeinf.models.base import ExpertPart, Family, Model, MoeShape, Parts, Role
 from moeinf.models.config import MAX_CONTEXT, MAX_HEADS, MAX_WIDTH, Fields, require
 from moeinf.models.layers.attention import GqaCore, GqaShape, gqa_projections, parse_gqa
 from moeinf.models.layers.decoder import Block, BodyConfig, Decoder, parse_body
+from moeinf.models.layers.feed_forward import FeedForward, FfnPlan
 from moeinf.models.layers.kv_cache import PassRows
+from moeinf.models.layers.moe import SparseFfn
+from moeinf.models.layers.mtp import MtpModules, in_mimo, mtp_family
 from moeinf.models.layers.norms import RmsNorm
 from moeinf.models.layers.rope import RopeConfig, parse_rope, without_rope
+from moeinf.models.layers.routing import only_expert
 from moeinf.models.layers.sigmoid_experts import (
     SigmoidExperts,
     parse_mlp_types,
@@ -33,6 +37,11 @@ _KINDS = (_FULL, _SLIDING)  # the values of hybrid_layer_pattern, and the order 
 _PARTIAL = 0.334
 _EVERY = 6  # without a list, the first layer and every sixth see the whole text
 _ASIDE = "model.mtp."
+_NETWORK: dict[str, Role] = {
+    "model.layers.0.mlp.gate_proj.weight": "gate",
+    "model.layers.0.mlp.up_proj.weight": "up",
+    "model.layers.0.mlp.down_proj.weight": "down",
+}
 
 
 @dataclass(frozen=True)
@@ -142,11 +151,12 @@ class MimoAttention:
 
     def __init__(self, config: MimoV2FlashConfig, parts: Parts, layer: int, prefix: str) -> None:
         shape = config.attention[layer]
-        self._rope = int(shape.window is not None)
+        slides = shape.window is not None
+        self._rope = int(slides and config.sliding_rope != config.body.rope)
         self._scale = config.value_scale
         self._projections = gqa_projections(parts, prefix, config.body.hidden, shape)
         sinks = None
-        if config.sinks[self._rope]:
+        if config.sinks[slides]:
             sinks = parts.tensor(f"{prefix}.sinks", shape.heads)
         self._core = parts.tuned(GqaCore(layer, shape, sinks=sinks))
 
@@ -159,7 +169,10 @@ class MimoAttention:
 def build(config: MimoV2FlashConfig, parts: Parts) -> Model:
     """See base.Family."""
     body, shape = config.body, config.attention[0]
-    blocks = [_block(config, parts, layer) for layer in range(body.layers)]
+    blocks = [
+        _block(config, parts, n, sigmoid_ffn(config.ffn, parts, n, f"model.layers.{n}.mlp"))
+        for n in range(body.layers)
+    ]
     return Decoder(
         body,
         config.moe,
@@ -172,7 +185,39 @@ def build(config: MimoV2FlashConfig, parts: Parts) -> Model:
     )
 
 
-def _block(config: MimoV2FlashConfig, parts: Parts, layer: int) -> Block:
+def mtp(config: MimoV2FlashConfig) -> Family | None:
+    """Return the family of the first module of multi-token prediction: see base.Family.
+
+    It is a sliding layer with a dense network (vLLM, mimo_v2_flash_mtp.py).
+    """
+    shapes = [shape for shape in config.attention if shape.window is not None]
+    width = config.ffn.plan.dense_intermediate
+    if not shapes or width is None:
+        return None
+    plan = FfnPlan(MoeShape(1, 1, 1, config.body.hidden, width), range(1), None)
+    own = replace(
+        config,
+        body=replace(config.body, layers=1, rope=config.sliding_rope),
+        attention=(shapes[0],),
+        ffn=replace(config.ffn, plan=plan, groups=None),
+    )
+    return mtp_family("mimo_v2_flash", own, build_mtp, in_mimo, _module_expert)
+
+
+def build_mtp(config: MimoV2FlashConfig, parts: Parts) -> MtpModules:
+    """Build the module of multi-token prediction, from the config that `mtp` makes."""
+    shape, rope = config.attention[0], config.sliding_rope
+    block = _block(config, parts, 0, SparseFfn(0, only_expert, None))
+    turning = rope.turning(shape.head_dim)
+    return MtpModules(config.body, config.moe, shape.planes, turning, [block], parts)
+
+
+def _module_expert(name: str, _: MimoV2FlashConfig) -> ExpertPart | None:
+    role = _NETWORK.get(name)
+    return None if role is None else ExpertPart(0, 0, role)
+
+
+def _block(config: MimoV2FlashConfig, parts: Parts, layer: int, ffn: FeedForward) -> Block:
     body, prefix = config.body, f"model.layers.{layer}"
 
     def norm(name: str) -> RmsNorm:
@@ -182,7 +227,7 @@ def _block(config: MimoV2FlashConfig, parts: Parts, layer: int) -> Block:
         attention_norm=norm("input_layernorm"),
         attention=MimoAttention(config, parts, layer, f"{prefix}.self_attn"),
         ffn_norm=norm("post_attention_layernorm"),
-        ffn=sigmoid_ffn(config.ffn, parts, layer, f"{prefix}.mlp"),
+        ffn=ffn,
     )
 
 
@@ -201,4 +246,4 @@ def rename(name: str) -> str:
     return name.replace(".self_attn.attention_sink_bias", ".self_attn.sinks")
 
 
-FAMILY = Family("mimo_v2_flash", parse, build, expert, ignores, rename=rename)
+FAMILY = Family("mimo_v2_flash", parse, build, expert, ignores, rename=rename, mtp=mtp)

@@ -46,6 +46,15 @@ _IN_QWEN = {
     "mtp.norm.": "mtp.0.norm.",
     "mtp.layers.0.": "model.layers.0.",
 }
+_IN_MIMO = {
+    "enorm.": "mtp.0.embedding_norm.",
+    "hnorm.": "mtp.0.hidden_norm.",
+    "eh_proj.": "mtp.0.joining.",
+    "final_layernorm.": "mtp.0.norm.",
+    "pre_mlp_layernorm.": "model.layers.0.post_attention_layernorm.",
+    "self_attn.attention_sink_bias": "model.layers.0.self_attn.sinks",
+    "": "model.layers.0.",
+}
 
 
 @dataclass(frozen=True)
@@ -180,3 +189,13 @@ def in_qwen(name: str) -> str | None:
         if name.startswith(theirs):
             return ours + name.removeprefix(theirs)
     return None
+
+
+def in_mimo(name: str) -> str | None:
+    """Return the name of a tensor of the first of MiMo's modules."""
+    start = "model.mtp.layers.0."
+    if not name.startswith(start):
+        return None
+    rest = name.removeprefix(start)
+    theirs = next(one for one in _IN_MIMO if rest.startswith(one))
+    return _IN_MIMO[theirs] + rest.removeprefix(theirs)

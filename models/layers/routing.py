@@ -79,6 +79,12 @@ class NormedRouter:
         return self.inner.weigh(scores, ids) * self.factors[ids]
 
 
+def only_expert(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Map x [T, D] to ids [T, 1], all 0, and weights [T, 1], all 1: a router of one expert."""
+    ids = x.new_zeros((len(x), 1), dtype=torch.int64)
+    return ids, torch.ones_like(ids, dtype=torch.float32)
+
+
 @dataclass(frozen=True)
 class TopSoftmaxRouter:
     """The top K of biased logits, then softmax over those K alone, in float32 (gpt-oss)."""

@@ -80,7 +80,7 @@ class _Versions(Struct):
 class MtpPart(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The modules of multi-token prediction, as a model in the folder MTP.
 
-    Each field replaces that of the model's manifest.
+    Each field replaces that of the model's manifest; 0 leaves it.
     """
 
     layers: _Count
@@ -91,6 +91,9 @@ class MtpPart(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     forms: tuple[ExpertForms, ...] = ()
     layouts: dict[str, int] = {}
     kv_q8_bytes_per_token: Bytes = 0
+    experts: Bytes = 0
+    top_k: Bytes = 0
+    intermediate: Bytes = 0
 
 
 class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
@@ -149,6 +152,8 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
         if self.mtp is None:
             return None
         own, inside = msgspec.structs.asdict(self.mtp), f"{MTP}/"
+        for name in ("experts", "top_k", "intermediate"):
+            own[name] = own[name] or getattr(self, name)
         files = tuple(
             msgspec.structs.replace(file, path=file.path.removeprefix(inside))
             for file in self.files

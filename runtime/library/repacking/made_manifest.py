@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Sequence
+from dataclasses import replace
 
 from moeinf.offload.format.layout import LAYOUT_VERSIONS, ExpertForms
 from moeinf.offload.format.shards import FileRecord
@@ -85,6 +86,8 @@ def _mtp_part(inventory: Inventory) -> MtpPart | None:
     own, dtype = inventory.mtp, inventory.mtp_dtype
     if own is None:
         return None
+    shape, models = own.moe, inventory.moe
+    same = shape == replace(models, layers=shape.layers)
     return MtpPart(
         layers=own.moe.layers,
         dtype=dtype,
@@ -94,6 +97,9 @@ def _mtp_part(inventory: Inventory) -> MtpPart | None:
         forms=_forms(own, dtype),
         layouts=_layouts(own, dtype),
         kv_q8_bytes_per_token=_odd_q8_bytes(own),
+        experts=0 if same else shape.experts,
+        top_k=0 if same else shape.top_k,
+        intermediate=0 if same else shape.intermediate,
     )
 
 

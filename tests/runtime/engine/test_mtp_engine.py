@@ -21,9 +21,9 @@ from moeinf.runtime.placement.draft_plan import place_both
 from moeinf.runtime.sizes import parse_memory
 from tests.conftest import pull
 from tests.tiny import tiny_reference
-from tests.tiny_modules import checkpoint
+from tests.tiny_modules import checkpoint, tiny_of
 
-FAMILIES = ["deepseek-v3", "glm4", "qwen3-next", "qwen3.5"]
+FAMILIES = ["deepseek-v3", "glm4", "qwen3-next", "qwen3.5", "mimo"]
 TEXT = [(7 + 31 * place) % 97 for place in range(24)]
 
 
@@ -31,13 +31,17 @@ class Reference:
     """The module as in section 2.2 of the report on DeepSeek-V3, around transformers' layer."""
 
     def __init__(self, name: str, folder: Path, layer: int) -> None:
-        self.model, (path,) = tiny_reference(name, seed=4), folder.glob("*.safetensors")
+        self.model, (path,) = tiny_reference(tiny_of(name), seed=4), folder.glob("*.safetensors")
         self.layer, tensors = self.model.model.layers[layer], load_file(path)
         self.centred, self.eps = name.startswith("qwen"), self.model.config.rms_norm_eps
         stem = "mtp." if self.centred else f"model.layers.{len(self.model.model.layers)}."
         names = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
         if self.centred:
             names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+        self.window = None
+        if name == "mimo":
+            stem, names = "model.mtp.layers.0.", (*names[:3], "final_layernorm")
+            self.window = self.model.config.sliding_window
         parts = [tensors[f"{stem}{n}.weight"].float() for n in names]
         self.of_embedding, self.of_hidden, self.joining, self.last = parts
 
@@ -57,11 +61,15 @@ class Reference:
             u = torch.cat(joined, -1) @ self.joining.T
             places = torch.arange(len(tokens))[None]
             masked = torch.full((len(tokens), len(tokens)), -torch.inf).triu(1)[None, None]
+            kind = ("sliding_attention",) if self.window else ()
+            if self.window:
+                far = torch.ones(len(tokens), len(tokens)).tril(-self.window).bool()
+                masked = masked.masked_fill(far, -torch.inf)
             out = self.layer(
                 u,
                 attention_mask=masked,
                 position_ids=places,
-                position_embeddings=inner.rotary_emb(u, places),
+                position_embeddings=inner.rotary_emb(u, places, *kind),
             )
             out = out[0] if isinstance(out, tuple) else out
             last = self.norm(out, self.last)[:, -1:]

@@ -11,6 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from moeinf.models import family_of
+from moeinf.models.base import MoeShape
 from moeinf.runtime.checkpoints.checkpoint import open_checkpoint
 from moeinf.runtime.checkpoints.inventory import take_inventory
 from moeinf.runtime.config import EngineConfig, Settings
@@ -80,8 +81,48 @@ def test_a_module_is_kept_with_its_experts(name: str, tmp_path: Path) -> None:
     assert manifest.size_bytes > sum(file.size_bytes for file in modules.files) > 0
 
 
-def test_answers_do_not_depend_on_it(tmp_path: Path) -> None:
-    checkpoint("glm4", tmp_path / "checkpoint")
+def test_a_dense_network_is_the_modules_only_expert(tmp_path: Path) -> None:
+    checkpoint("mimo", tmp_path / "checkpoint")
+    (path,) = (tmp_path / "checkpoint").glob("*.safetensors")
+    tensors = load_file(path)
+    other = {n.replace("mtp.layers.0.", "mtp.layers.1."): t.clone() for n, t in tensors.items()}
+    save_file({**other, **tensors}, path, metadata={"format": "pt"})  # the second one is left
+    manifest, folder, notes = pulled(tmp_path / "checkpoint", tmp_path)
+    modules = manifest.modules
+    assert modules is not None
+    width = json.loads((tmp_path / "checkpoint" / "config.json").read_text())["intermediate_size"]
+    assert (modules.layers, modules.experts, modules.top_k, modules.intermediate) == (
+        1,
+        1,
+        1,
+        width,
+    )
+    assert manifest.experts > 1 < manifest.top_k
+    assert read_manifest(folder) == manifest
+    assert len(modules.shards()) == 1
+    assert {n for n in parts(folder, "mtp") if not n.startswith("model.")} == {
+        f"mtp.0.{part}.weight" for part in JOINED
+    }
+    assert "model.layers.0.self_attn.sinks" in parts(folder, "mtp")
+    assert not any("left out" in note for note in notes)
+
+
+def test_mimos_module_as_published() -> None:
+    path = Path(__file__).parents[2] / "data" / "configs.json"
+    values = json.loads(path.read_text("utf-8"))["XiaomiMiMo/MiMo-V2-Flash"]
+    family = family_of(values)
+    modules = family.mtp(family.parse(values))
+    assert modules is not None
+    own = modules.parse(values)
+    assert own.moe == MoeShape(layers=1, experts=1, top_k=1, hidden=4096, intermediate=16384)
+    assert (own.attention[0].kv_heads, own.body.rope.theta) == (8, 1e4)
+    assert modules.ignores("model.mtp.layers.1.enorm.weight", own)
+    assert not modules.ignores("model.mtp.layers.0.enorm.weight", own)
+
+
+@pytest.mark.parametrize("name", ["glm4", "mimo"])
+def test_answers_do_not_depend_on_it(name: str, tmp_path: Path) -> None:
+    checkpoint(name, tmp_path / "checkpoint")
     answers, sizes = [], []
     for mtp in (True, False):
         home = tmp_path / str(mtp)

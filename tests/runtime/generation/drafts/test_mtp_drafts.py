@@ -25,7 +25,7 @@ from tests.runtime.generation.drafts.test_model_drafts import (  # noqa: F401
 from tests.tiny_modules import checkpoint
 
 Opened = Callable[..., Engine]
-NAMES = ["glm4", "deepseek-v3", "qwen3-next"]
+NAMES = ["glm4", "deepseek-v3", "qwen3-next", "mimo"]
 
 
 @pytest.fixture(scope="module")
