@@ -156,8 +156,17 @@ def test_a_published_config_parses(repo: str) -> None:
 @pytest.mark.parametrize(
     "model_type",
     [
-        *("deepseek", "grinmoe", "jamba", "jetmoe", "kimi_k3", "llama4", "llama_moe"),
-        *("minimax_m3", "openmoe", "qwen3_vl_moe", "step3p7", "xverse", "yuan"),
+        *(
+            "deepseek",
+            "deepseek_ref",
+            "grinmoe",
+            "jamba",
+            "jetmoe",
+            "kimi_k3",
+            "llama4",
+            "llama_moe",
+        ),
+        *("minimax_m3", "minimax_m3_vl", "openmoe", "qwen3_vl_moe", "step3p7", "xverse", "yuan"),
     ],
 )
 def test_other_families_are_refused_by_name(model_type: str) -> None:
