@@ -9,7 +9,7 @@ from importlib import resources
 
 import yaml
 
-from moeinf.runtime.names import DEFAULT_TAG, KEPT_TAGS, TAGS, plain
+from moeinf.runtime.names import DEFAULT_TAG, DEMO, KEPT_TAGS, TAGS, plain
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's takes a tenth of the time
 # Bits per weight, with the scales of quantised groups, without 8-bit embeddings and headers.
@@ -69,7 +69,9 @@ def registry() -> Mapping[str, Entry]:
 
 
 def licence_of(source: str) -> str | None:
-    """Return the licence of a manifest's source, `hub:ORG/NAME[:QUANT]`, if the registry has it."""
+    """Return the licence of a source, `demo` or `hub:ORG/NAME[:QUANT]`, or None if unknown."""
+    if source == DEMO:
+        return "apache-2.0"  # the package's own
     repo = source.removeprefix("hub:").partition(":")[0]
     return next((entry.licence for entry in registry().values() if entry.repo == repo), None)
 

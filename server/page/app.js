@@ -32,17 +32,13 @@ function show() {
 }
 
 async function look() {
-  try {
-    if (!document.hidden) await shell.refresh(false);
-  } catch (error) {
-    shell.state(error instanceof TypeError ? "the server does not answer" : error.message);
-  }
+  if (!document.hidden) await shell.refresh(false);
   setTimeout(look, LOOK_MS);
 }
 
 window.addEventListener("hashchange", show);
-document.addEventListener("visibilitychange", () => document.hidden || shell.refresh().catch(() => {}));
-document.addEventListener("models-changed", () => shell.refresh().catch(() => {}));
-await shell.refresh().catch((error) => shell.state(error.message));
+document.addEventListener("visibilitychange", () => document.hidden || shell.refresh());
+document.addEventListener("models-changed", () => shell.refresh());
+await shell.refresh();
 show();
 setTimeout(look, LOOK_MS);

@@ -5,6 +5,7 @@ import * as tree from "./branches.js";
 import * as history from "./history.js";
 import { markdown } from "./markdown.js";
 import { bytes, el, figure, percent } from "./parts.js";
+import { Unreachable } from "./shell.js";
 
 const DRAW_MS = 100; // between two drawings of an answer that grows
 const LONG = 20_000; // characters from which drawings are rarer
@@ -127,7 +128,7 @@ export function mount(section, shell) {
     stop.hidden = false;
     if (document.activeElement === send) stop.focus();
     send.disabled = true;
-    added.state = "Loading the model …";
+    added.state = shell.loaded() ? "Waiting for the answer …" : "Loading the model …";
     draw();
     keep(mine);
     const drawn = follow(added, mine), seen = shell.watch();
@@ -144,7 +145,7 @@ export function mount(section, shell) {
       if (!ended) throw new Error("The server ended before the answer did.");
     } catch (error) {
       if (own.signal.aborted) added.state = "Stopped.";
-      else added.error = cutOff(error) ? "The server does not answer. What came is kept." : error.message;
+      else added.error = error.message + (error instanceof Unreachable && added.text ? " What came is kept." : "");
     }
     seen();
     if (!own.signal.aborted) delete added.state;
@@ -154,7 +155,7 @@ export function mount(section, shell) {
     shell.announce(added.error ?? added.state ?? `Answer: ${added.text.slice(0, MOST_SPOKEN)}`);
     await keep(mine);
     if (talk === mine && !control) draw();
-    shell.refresh().catch(() => {});
+    shell.refresh();
   }
 
   function heard(node, line) {
@@ -288,11 +289,6 @@ export function mount(section, shell) {
 // Return the name by which a control is found again.
 function nameOf(node) {
   return node.getAttribute("aria-label") ?? node.textContent;
-}
-
-// Return whether a stream was cut off: the network's error, or half a line of JSON.
-function cutOff(error) {
-  return error instanceof TypeError || error instanceof SyntaxError;
 }
 
 function callOf(call) {

@@ -7,7 +7,7 @@ import { calm, colour, el, percent, rgb, sharp, table } from "./parts.js";
 
 const TIERS = ["on disk", "in RAM", "on the GPU"];
 const COLOURS = ["--panes-disk", "--panes-ram", "--panes-gpu"];
-const [LEAST_CELL, MOST_CELL] = [4, 18]; // CSS pixels
+const [LEAST_CELL, MOST_WIDTH, MOST_HEIGHT] = [4, 28, 20]; // CSS pixels
 const FADE = 0.45; // of the flash of a used expert, from frame to frame
 
 export function heatMap(announce) {
@@ -15,14 +15,14 @@ export function heatMap(announce) {
     class: "panes-map", tabindex: "0", role: "application",
     "aria-roledescription": "heat map", "aria-label": "Experts",
   });
-  const scroll = el("div", { class: "panes-mapbox" }, canvas);
+  const scroll = el("div", { class: "panes-mapbox" }, canvas), place = el("div", {}, scroll);
   const told = el("p", { class: "panes-told", text: "Point at an expert, or use the arrow keys." });
   const details = el("details", {}, el("summary", { text: "The same as a table" }));
   const legend = el("ul", { class: "panes-legend" },
     ...TIERS.map((text, tier) => el("li", {}, el("span", { class: `panes-key panes-key${tier}` }), text)),
     el("li", {}, el("span", { class: "panes-key panes-key-used" }), "used now"),
     el("li", {}, el("span", { class: "panes-key panes-key-read" }), "being read"),
-    el("li", { text: "brighter: used more" }));
+    el("li", { text: "stronger: used more" }));
   const small = document.createElement("canvas"); // a pixel per expert
   let frame = null, map = new Uint8Array(), glow = new Float32Array();
   let cell = null, spoken = 0, palette = null;
@@ -85,9 +85,9 @@ export function heatMap(announce) {
   }
 
   function size() {
-    const room = scroll.clientWidth || 320;
-    const width = Math.max(LEAST_CELL, Math.min(MOST_CELL, Math.floor(room / frame.experts)));
-    return [width, Math.max(LEAST_CELL, Math.min(MOST_CELL, width))];
+    const room = (place.clientWidth || 320) - 2; // without the border
+    const width = Math.max(LEAST_CELL, Math.min(MOST_WIDTH, Math.floor(room / frame.experts)));
+    return [width, Math.min(MOST_HEIGHT, width)];
   }
 
   function draw() {
@@ -167,11 +167,11 @@ export function heatMap(announce) {
   canvas.addEventListener("pointerdown", point);
   details.append(el("p"));
   details.addEventListener("toggle", () => details.open && frame && tell_rows());
-  new ResizeObserver(draw).observe(scroll);
+  new ResizeObserver(draw).observe(place);
   window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
     palette = null;
     draw();
   });
 
-  return { nodes: [scroll, told, legend, details], show };
+  return { nodes: [place, told, legend, details], show };
 }

@@ -19,7 +19,7 @@ export function mount(section, shell) {
       el("label", { for: "panes-name" }, "A model to add", name), look, pull),
     coming, planned, state, cards, ask.node));
   const checking = new Map(); // the cards of models that are verified now, which stay
-  let listing = null, shown = false;
+  let listing = null, shown = false, failed = false;
 
   async function plan() {
     planned.replaceChildren(await planOf(shell, name.value.trim()));
@@ -80,6 +80,7 @@ export function mount(section, shell) {
 
   async function list() {
     listing?.abort();
+    failed = false;
     const mine = listing = new AbortController();
     try {
       const get = async (path) => (await shell.request(path, { signal: mine.signal })).json();
@@ -89,7 +90,9 @@ export function mount(section, shell) {
       state.textContent = models.length ? "" : "No model is installed. Type demo above and pull it.";
       cards.replaceChildren(...models.map((one) => checking.get(one.model) ?? card(one, here.has(one.model))));
     } catch (error) {
-      if (!mine.signal.aborted) say(state, error.message);
+      if (mine.signal.aborted) return;
+      say(state, error.message);
+      failed = true;
     }
   }
 
@@ -117,7 +120,8 @@ export function mount(section, shell) {
   async function licenceOf(model) {
     try {
       const about = await (await shell.request("/api/show", { method: "POST", json: { model } })).json();
-      return about.license ? `${about.license} (its repository decides)` : "see its source";
+      const [first] = (about.license ?? "").trim().split("\n"); // a Modelfile may have the whole text
+      return first ? `${first.slice(0, 80)} (its source decides)` : "see its source";
     } catch (error) {
       return error.message;
     }
@@ -150,6 +154,8 @@ export function mount(section, shell) {
     section.dispatchEvent(new CustomEvent("models-changed", { bubbles: true }));
     await list();
   }
+
+  shell.onModel(() => { if (shown && failed) list(); }); // the server is back
 
   return {
     show() {

@@ -2,6 +2,8 @@
 
 import { bytes, el, facts, figure, say, table } from "./parts.js";
 
+const TIERS = { device: "GPU", ram: "RAM" };
+
 // Return the plan as a node, or the error in its place.
 export async function planOf(shell, model) {
   try {
@@ -23,7 +25,7 @@ function shown(plan) {
       ["RAM", `${bytes(plan.needed_ram_bytes)} needed, ${bytes(plan.machine.free_ram_bytes)} free`],
       ["disk", `${bytes(plan.disk_bytes)}, ${bytes(plan.machine.free_disk_bytes)} free`],
       ...plan.download_bytes ? [["download", bytes(plan.download_bytes)]] : [],
-      ...plan.tiers.map((tier) => [`experts, ${tier.name === "device" ? "GPU" : tier.name}`,
+      ...plan.tiers.map((tier) => [`experts, ${TIERS[tier.name] ?? tier.name}`,
         `${tier.experts}, ${bytes(tier.bytes)}`]),
       ["least memory", bytes(plan.min_memory_bytes)],
       ["KV cache", `${bytes(plan.kv_bytes)} for ${plan.context} tokens`],

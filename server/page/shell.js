@@ -2,13 +2,25 @@
 
 const KEY = "moeinf-key";
 const CHOSEN = "moeinf-model";
+const LOADED = "loaded";
 const WATCH_MS = 300; // between two looks at a model that loads
+
+// The server does not answer, or its answer was cut off.
+export class Unreachable extends Error {
+  constructor() {
+    super("The server does not answer.");
+  }
+}
+
+function lost() {
+  throw new Unreachable();
+}
 
 // Return the shell. Its elements are those of index.html.
 export function shellOf(find) {
   const [select, state, said, dialog] = ["model", "state", "said", "key"].map(find);
   const listeners = [];
-  let asking = null, answered = 0, shown = null;
+  let asking = null, answered = 0, shown = null, away = false; // away: the last look failed
 
   // Ask for the key once, however many requests were refused. before: the key that was refused;
   // since: how often the user had answered when that request was sent.
@@ -37,7 +49,7 @@ export function shellOf(find) {
     const key = sessionStorage.getItem(KEY), since = answered;
     if (key) headers.Authorization = `Bearer ${key}`;
     const body = json === undefined ? undefined : JSON.stringify(json);
-    const answer = await fetch(path, { method, headers, body, signal });
+    const answer = await fetch(path, { method, headers, body, signal }).catch(lost);
     if (answer.status === 401 && ask && await askKey(key, since)) return request(path, { method, json, signal });
     if (!answer.ok) throw new Error(await words(answer));
     return answer;
@@ -53,31 +65,47 @@ export function shellOf(find) {
     }
   }
 
+  function whole(line) {
+    try {
+      return JSON.parse(line);
+    } catch {
+      return lost();
+    }
+  }
+
   async function* lines(answer) {
     let rest = "";
     const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
     try {
       for (;;) {
-        const { done, value } = await reader.read();
+        const { done, value } = await reader.read().catch(lost);
         if (done) break;
         const parts = (rest + value).split("\n");
         rest = parts.pop();
         for (const part of parts) if (part) yield JSON.parse(part);
       }
-      if (rest.trim()) yield JSON.parse(rest);
+      if (rest.trim()) yield whole(rest);
     } finally {
       reader.cancel().catch(() => {});
     }
   }
 
   // Fill the selector, which may be open; keep the choice, or take what is loaded or used last.
+  // Never throws: the state tells what went wrong.
   async function refresh(ask = true) {
-    const [tags, running] = await Promise.all(
-      ["/api/tags", "/api/ps"].map(async (path) => (await request(path, { ask })).json()));
+    let tags, running;
+    try {
+      [tags, running] = await Promise.all(
+        ["/api/tags", "/api/ps"].map(async (path) => (await request(path, { ask })).json()));
+    } catch (error) {
+      state.textContent = error.message;
+      away = true;
+      return;
+    }
     const names = tags.models.map((one) => one.name);
     const loaded = new Set(running.models.map((one) => one.name));
     const before = select.value || localStorage.getItem(CHOSEN);
-    const states = Object.fromEntries([...loaded].map((name) => [name, "loaded"]));
+    const states = Object.fromEntries([...loaded].map((name) => [name, LOADED]));
     for (const one of running.loading) states[one.model] ??= loadingWords(one);
     const texts = names.map((name) => states[name] ? `${name} (${states[name]})` : name);
     if (texts.join("\n") !== shown) {
@@ -88,8 +116,8 @@ export function shellOf(find) {
     select.value = chosen;
     const now = !names.length ? "no model yet: see Models" : states[chosen] ?? "not loaded";
     if (state.textContent !== now) state.textContent = now;
-    if (chosen !== before) changed();
-    return running.models.find((one) => one.name === chosen);
+    if (chosen !== before || away) changed();
+    away = false;
   }
 
   function loadingWords({ read_bytes: read, total_bytes: total }) {
@@ -100,7 +128,7 @@ export function shellOf(find) {
   function watch() {
     let timer = null;
     const look = async () => {
-      await refresh(false).catch(() => {});
+      await refresh(false);
       if (timer) timer = setTimeout(look, WATCH_MS);
     };
     timer = setTimeout(look, WATCH_MS);
@@ -112,12 +140,12 @@ export function shellOf(find) {
     for (const listener of listeners) listener(select.value);
   }
 
-  select.addEventListener("change", () => { changed(); refresh().catch(() => {}); });
+  select.addEventListener("change", () => { changed(); refresh(); });
   return {
     request, lines, refresh, watch,
     model: () => select.value,
     onModel: (listener) => listeners.push(listener),
     announce: (text) => { said.textContent = text; },
-    state: (text) => { state.textContent = text; },
+    loaded: () => state.textContent === LOADED,
   };
 }

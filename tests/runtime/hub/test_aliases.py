@@ -70,7 +70,7 @@ def test_the_licence_of_a_source() -> None:
     for source in (f"hub:{entry.repo}", f"hub:{entry.repo}:Q4_K_M"):
         assert licence_of(source) == entry.licence == "apache-2.0"
     assert licence_of("hub:Org/Other") is None
-    assert licence_of("demo") is None
+    assert licence_of("demo") == "apache-2.0"
 
 
 def test_sizes_come_near_what_is_published() -> None:

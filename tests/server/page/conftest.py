@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from moeinf.cli.main import answer
+from tests.server.conftest import serving
 
 _WAIT_MS = 20_000
 
@@ -39,3 +43,21 @@ def page(browser: Any, address: str) -> Iterator[Any]:
     yield found
     context.close()
     assert problems == []
+
+
+@pytest.fixture(scope="package")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a home with the demo and a recording of it."""
+    found = tmp_path_factory.mktemp("page")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MOEINF_HOME", str(found))
+        assert answer(["pull", "demo", "--quiet"]) == 0
+        assert answer(["trace", "demo", "--dataset", "demo", "--limit", "4", "--quiet"]) == 0
+    return found
+
+
+@pytest.fixture(scope="package")
+def server(home: Path) -> Iterator[str]:
+    """Return the address of a server of that home."""
+    with serving(home, memory="40%") as address:
+        yield address

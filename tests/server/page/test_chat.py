@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from tests.server.conftest import serving
+from tests.server.page.asking import ask, complete, told
 
 ASK = {"model": "demo", "stream": False, "options": {"temperature": 0}}
 QUESTION = "17+25="
@@ -38,23 +39,6 @@ HTMLDialogElement.prototype.showModal = function () {
 def address(demo_home: Path) -> Iterator[str]:
     with serving(demo_home, memory="40%", parallel=2) as found:
         yield found
-
-
-def ask(page: Any, words: str) -> Any:
-    page.fill("#question", words)
-    page.keyboard.press("Enter")
-    return complete(page)
-
-
-def complete(page: Any) -> Any:
-    page.wait_for_selector("button:has-text('Send'):not([disabled])")
-    return page.locator("article.answer").last
-
-
-def told(page: Any, lines: list[dict[str, Any]]) -> None:
-    """Let the server answer with these lines."""
-    body = "".join(json.dumps(line) + "\n" for line in lines)
-    page.route("**/api/chat", lambda route: route.fulfill(body=body))
 
 
 def test_an_answer_is_that_of_the_api_with_its_figures(page: Any, address: str) -> None:
@@ -190,6 +174,39 @@ def test_two_tabs_files_and_the_history(page: Any) -> None:
         page.get_by_role("button", name="Export").click()
     talks = json.loads(Path(kept.value.path()).read_text())
     assert [talk["title"] for talk in talks] == ["3+4="]
+
+
+def test_a_dropped_text_file_goes_with_the_question(page: Any) -> None:
+    told(page, [{"message": {"content": "yes"}, "done": True}])
+    sent = list[dict[str, Any]]()
+    page.on("request", lambda r: sent.append(r.post_data_json) if r.method == "POST" else None)
+    dropped = page.evaluate_handle("""() => {
+        const found = new DataTransfer();
+        found.items.add(new File(["grün\\n"], "a.txt"));
+        found.items.add(new File([new Uint8Array([255, 254, 0])], "b.png"));
+        return found;
+    }""")
+    page.dispatch_event(".talk", "dragover", {"dataTransfer": dropped})
+    assert page.locator("#pane-chat.over").count() == 1
+    page.dispatch_event(".talk", "drop", {"dataTransfer": dropped})
+    page.wait_for_selector(".files li:has-text('a.txt (6 B)')")
+    page.wait_for_selector(".told:has-text('b.png is not a text in UTF-8')")
+    assert page.locator("#pane-chat.over").count() == 0
+    ask(page, "Which language?")
+    (message,) = sent[0]["messages"]
+    assert message["content"] == "File a.txt:\n\ngrün\n\n\nWhich language?"
+    assert page.locator(".files li").count() == 0
+    assert page.locator("article.own .file").inner_text() == "a.txt"
+
+
+def test_code_is_copied_as_it_was_written(page: Any) -> None:
+    code = "if a < b:\n    print('<b>&amp;')\n"
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    told(page, [{"message": {"content": f"Run:\n\n```python\n{code}```\n"}, "done": True}])
+    found = ask(page, "hi")
+    found.get_by_role("button", name="Copy").click()
+    found.get_by_role("button", name="Copied").wait_for()
+    assert page.evaluate("() => navigator.clipboard.readText()") == code.removesuffix("\n")
 
 
 def test_two_tabs_of_one_chat_keep_what_both_said(page: Any) -> None:

@@ -16,7 +16,6 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from moeinf.cli.main import answer
 from moeinf.runtime.config import Settings
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.names import parse_name
@@ -60,23 +59,6 @@ def open_pane(browser: Any) -> Iterator[Open]:
     for page in pages:  # before their server ends
         page.close()
     assert problems == []
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a home with the demo and a recording of it."""
-    found = tmp_path_factory.mktemp("panes")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MOEINF_HOME", str(found))
-        assert answer(["pull", "demo", "--quiet"]) == 0
-        assert answer(["trace", "demo", "--dataset", "demo", "--limit", "4", "--quiet"]) == 0
-    return found
-
-
-@pytest.fixture(scope="module")
-def server(home: Path) -> Iterator[str]:
-    with serving(home, memory="40%") as address:
-        yield address
 
 
 def loaded(address: str, **said: Any) -> dict[str, Any]:
@@ -144,6 +126,11 @@ def test_the_slider_moves_the_memory(server: str, open_pane: Open) -> None:
     page.keyboard.press("Home")
     expect(page.locator(".panes-memory")).to_contain_text("9 of 192 experts")
     assert budget(server) < before
+    slider.evaluate("one => { one.min = 1; }")  # less than the server allows
+    page.keyboard.press("Home")
+    expect(page.locator(".panes-memory")).to_contain_text("needs at least")
+    expect(slider).to_have_value("5")
+    expect(page.locator(".panes-promise")).to_contain_text("5 % of the experts")
     table = page.get_by_role("region", name="Hit rate over memory")
     page.locator("summary").last.click()
     expect(table.locator("tbody tr")).to_have_count(6)
@@ -161,7 +148,7 @@ def test_models_are_planned_verified_and_deleted(
         page = open_pane(address, "Models")
         card = page.locator(".panes-card").filter(has_text="demo")
         expect(card).to_contain_text("bf16")
-        expect(card).to_contain_text("licence")
+        expect(card).to_contain_text("apache-2.0")
         card.get_by_role("button", name="Plan").click()
         expect(card).to_contain_text("demo:bf16 runs here")
         ladder = card.get_by_role("region", name="With other memory")
