@@ -140,7 +140,7 @@ def test_a_pane_fits_is_named_and_can_be_read(loaded: Any, server: str, pane: st
     ]
     assert [node for node in nodes if node[0] in NAMED and not node[1].strip()] == []
     roles = Counter(role for role, _ in nodes)
-    assert roles["button"] >= 3
+    assert roles["button"] >= 2
     assert roles["combobox"] == 1
     assert roles[{"chat": "spinbutton", "experts": "slider", "models": "textbox"}[pane]] >= 1
 
@@ -190,13 +190,13 @@ def test_a_whole_chat_needs_no_pointer(loaded: Any) -> None:
     press_to(page, "History", "Shift+Tab")
     keys.press("Enter")
     page.wait_for_selector(".past li")
-    press_to(page, "17+25=")
+    press_to(page, "sort owl, ant")
     keys.press("Enter")
     page.wait_for_selector("article.own")
     press_to(page, "History", "Shift+Tab")
     keys.press("Enter")
     page.wait_for_selector(".past li")
-    press_to(page, "Delete 17+25=")
+    press_to(page, "Delete sort owl, ant")
     keys.press("Enter")
     page.wait_for_selector(".empty")
     press_to(page, "Models", "Shift+Tab")
