@@ -113,20 +113,27 @@ def _all_of(file: IO[bytes]) -> str:
         return file.read().decode()
 
 
+def started(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[Warm, str, IO[str]]:
+    """Start `moeinf serve`; return it, its address, and the rest of its standard error."""
+    reading, writing = os.pipe()
+    said = os.fdopen(reading, encoding="utf-8")
+    with os.fdopen(writing, "wb") as stderr:
+        server = Warm(["serve", *arguments], environment, stderr=stderr)
+    line = said.readline()
+    found = re.search(r"http://(\S+)", line)
+    assert found is not None, line
+    return server, found[1], said
+
+
 @contextmanager
 def serving(
     arguments: Sequence[str], environment: Mapping[str, str]
 ) -> Iterator[tuple[Warm, str, IO[str]]]:
     """Run `moeinf serve`; yield it, its address, and the rest of its standard error."""
-    reading, writing = os.pipe()
-    with os.fdopen(reading, encoding="utf-8") as said:
-        with os.fdopen(writing, "wb") as stderr:
-            server = Warm(["serve", *arguments], environment, stderr=stderr)
-        line = said.readline()
-        found = re.search(r"http://(\S+)", line)
-        assert found is not None, line
+    server, address, said = started(arguments, environment)
+    with said:
         try:
-            yield server, found[1], said
+            yield server, address, said
         finally:
             if server.poll() is None:
                 server.send_signal(signal.SIGTERM)

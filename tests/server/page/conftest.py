@@ -61,3 +61,9 @@ def server(home: Path) -> Iterator[str]:
     """Return the address of a server of that home."""
     with serving(home, memory="40%") as address:
         yield address
+
+
+@pytest.fixture(scope="package")
+def address(server: str) -> str:
+    """Return the address of the server that tests share. Others may have moved its memory."""
+    return server

@@ -74,11 +74,6 @@ CONTROLS = {
 NAMED = CONTROLS | {"Canvas", "dialog", "image", "img", "log", "navigation", "region"}
 
 
-@pytest.fixture
-def address(server: str) -> str:
-    return server
-
-
 def full(page: Any, address: str, pane: str) -> None:
     """Show a pane with everything that it can show."""
     if pane == "chat":
@@ -179,7 +174,9 @@ def test_a_whole_chat_needs_no_pointer(loaded: Any) -> None:
     keys.type("Say much")
     with page.expect_request("**/api/chat") as asked:
         keys.press("Enter")
-    first, *_, last = asked.value.post_data_json["messages"]
+    sent = asked.value.post_data_json
+    assert sent["format"] == {"type": "string", "minLength": 900}
+    first, *_, last = sent["messages"]
     assert (first["content"], last["content"]) == ("Be brief.", "Say much")
     press_to(page, "Stop")
     keys.press("Space")

@@ -81,9 +81,19 @@ def test_the_heat_map_follows_the_frames(server: str, open_pane: Open) -> None:
     page.wait_for_function(
         "([c, old]) => c.toDataURL() !== old", arg=[canvas.element_handle(), before]
     )
+    expect(page.locator(".panes-guess")).to_have_text(
+        "Read ahead: 8 B. 75 % of what is settled was used. Hits by it: 1 from the next layer's "
+        "gate, 2 from the prediction."
+    )
+    for words in ("77 of 77 slots", "115 of 192", "12.3", "1 running, 2 waiting", "MB/s"):
+        expect(page.locator(".panes")).to_contain_text(words)
+    canvas.hover(position={"x": 15, "y": 15})
+    expect(page.locator(".panes-told")).to_contain_text("Layer 3, expert 1: on disk, heat 1 of 15")
+    page.mouse.move(0, 0)
     canvas.focus()
+    page.keyboard.press("ArrowUp")
+    page.keyboard.press("Home")
     for key, words in (
-        ("ArrowRight", "expert 0:"),
         ("ArrowRight", "expert 1:"),
         ("End", "expert 31:"),
         ("ArrowRight", "expert 31:"),
@@ -126,16 +136,26 @@ def test_the_slider_moves_the_memory(server: str, open_pane: Open) -> None:
     page.keyboard.press("Home")
     expect(page.locator(".panes-memory")).to_contain_text("9 of 192 experts")
     assert budget(server) < before
-    slider.evaluate("one => { one.min = 1; }")  # less than the server allows
-    page.keyboard.press("Home")
-    expect(page.locator(".panes-memory")).to_contain_text("needs at least")
-    expect(slider).to_have_value("5")
-    expect(page.locator(".panes-promise")).to_contain_text("5 % of the experts")
     table = page.get_by_role("region", name="Hit rate over memory")
     page.locator("summary").last.click()
     expect(table.locator("tbody tr")).to_have_count(6)
     expect(table.locator("thead")).to_contain_text("belady")
     page.close()
+
+
+def test_a_refused_memory_is_told_and_the_slider_goes_back(page: Any, server: str) -> None:
+    loaded(server)
+    page.goto(f"{server}/#experts")
+    slider, size = page.get_by_role("slider"), budget(server)
+    expect(page.locator(".panes-promise")).to_contain_text("MiB, ")
+    before = slider.input_value()
+    slider.evaluate("one => { one.min = 1; }")  # less than the server allows
+    slider.focus()
+    page.keyboard.press("Home")
+    expect(page.locator(".panes-memory")).to_contain_text("at least 393216 bytes")
+    expect(slider).to_have_value(before)
+    expect(page.locator(".panes-promise")).to_contain_text(f"{before} % of the experts")
+    assert budget(server) == size
 
 
 def test_models_are_planned_verified_and_deleted(

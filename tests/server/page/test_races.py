@@ -2,21 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests.server.conftest import serving
-
 DONE = '{"message": {"content": "yes"}, "done": true}\n'
-
-
-@pytest.fixture(scope="module")
-def address(demo_home: Path) -> Iterator[str]:
-    with serving(demo_home, memory="40%") as found:
-        yield found
 
 
 def ask(page: Any, words: str) -> None:

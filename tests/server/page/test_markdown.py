@@ -1,0 +1,71 @@
+"""Test what becomes of an answer's Markdown in the page: nodes, and never markup."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from tests.server.page.asking import ask, told
+
+BAD = (
+    '<img src=x onerror="window.hit=1"><script>window.hit=1</script>\n\n'
+    "[a](javascript:window.hit=1) [b](data:text/html,x) ![c](http://example.invalid/c.png)\n\n"
+    "| <b>x</b> | y |\n|---|---|\n| <svg onload=window.hit=1> | z |\n\n```js\nwindow.hit=1\n```\n\n"
+)
+
+
+def test_marks_become_nodes(page: Any) -> None:
+    text = (
+        "**bold** *slanted* ~~gone~~ `code` $$x^2$$ \\(a\\) [link](https://example.org)\n\n"
+        "| a | b |\n|---|---|\n| 1 | 2 |\n\n> quote\n\n1. one\n   - deep\n2. two\n"
+    )
+    told(page, [{"message": {"content": text}, "done": False}, {"message": {}, "done": True}])
+    body = ask(page, "hi").locator(".body")
+    for name, texts in (
+        ("strong", ["bold"]), ("em", ["slanted"]), ("s", ["gone"]), ("code.math", ["x^2", "a"]),
+        ("a", ["link"]), ("th", ["a", "b"]), ("td", ["1", "2"]), ("blockquote", ["quote"]),
+        ("li li", ["deep"]), ("ol > li > p", ["one", "two"]),
+    ):  # fmt: skip
+        assert body.locator(name).all_inner_texts() == texts
+
+
+def test_hostile_output_does_nothing(page: Any) -> None:
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    text = BAD + "a" * 1_000_000
+    told(page, [{"message": {"content": text}, "done": False}, {"message": {}, "done": True}])
+    found = ask(page, "hi")
+    assert found.locator(".body :is(img, script, svg, b, iframe)").count() == 0
+    assert found.locator(".body a").count() == 1  # the address of the picture, as a link
+    assert found.locator(".body a").get_attribute("rel") == "noopener noreferrer nofollow"
+    assert "<img src=x" in found.inner_text()
+    assert page.evaluate("() => window.hit ?? null") is None
+    assert not [url for url in asked if "example.invalid" in url]
+
+
+def test_a_heading_behind_a_tab_keeps_its_text(page: Any) -> None:
+    text = "#\tOne two\n\n##\tThree\n\n### \tFour #\n\n#\tx y z"
+    told(page, [{"message": {"content": text}, "done": False}, {"message": {}, "done": True}])
+    found = ask(page, "hi").locator(".body :is(h1, h2, h3, h4, h5, h6)")
+    heads = found.evaluate_all("all => all.map((one) => `${one.tagName} ${one.textContent}`)")
+    assert heads == ["H3 One two", "H4 Three", "H5 Four", "H3 x y z"]
+
+
+def test_a_line_of_spaces_does_not_hold_the_page(page: Any) -> None:
+    spaces = " " * 500_000
+    for text in (f"a|b\n-{spaces}x", f"a|b\n-|-\nc{spaces}d|e|f", "`" * 19_999):
+        told(page, [{"message": {"content": text}, "done": False}, {"message": {}, "done": True}])
+        begun = time.monotonic()
+        found = ask(page, "hi")
+        assert found.locator(".figures.bad").count() == 0
+        assert time.monotonic() - begun < 10  # quadratic searches took minutes
+
+
+def test_code_is_copied_as_it_was_written(page: Any) -> None:
+    code = "if a < b:\n    print('<b>&amp;')\n"
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    told(page, [{"message": {"content": f"Run:\n\n```python\n{code}```\n"}, "done": True}])
+    found = ask(page, "hi")
+    found.get_by_role("button", name="Copy").click()
+    found.get_by_role("button", name="Copied").wait_for()
+    assert page.evaluate("() => navigator.clipboard.readText()") == code.removesuffix("\n")
