@@ -1,0 +1,96 @@
+"""Test the Homebrew formula and the PKGBUILD: versions, hashes, and what they install and run."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from scripts.recipes import PACKAGING, RECIPES, write
+
+ROOT = PACKAGING.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+FORMULA = (PACKAGING / "homebrew/moeinf.rb").read_text()
+PKGBUILD = (PACKAGING / "aur/PKGBUILD").read_text()
+NAMES = ("pkgname", "pkgver", "url", "license", "source", "sha256sums")
+
+
+def pkgbuild(path: Path) -> dict[str, str]:
+    """Return the variables of a PKGBUILD, as bash expands them."""
+    asked = "; ".join(f'printf "%s\\n" "${{{name}[0]}}"' for name in NAMES)
+    said = subprocess.run(
+        ["bash", "-euc", f'source "$1"; {asked}', "bash", path],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return dict(zip(NAMES, said.stdout.splitlines(), strict=True))
+
+
+def formula(text: str, name: str) -> str:
+    (value,) = re.findall(rf'^  {name} "([^"]*)"$', text, re.MULTILINE)
+    return str(value)
+
+
+def test_the_recipes_name_this_version_and_one_sdist() -> None:
+    project, build = PROJECT["project"], pkgbuild(PACKAGING / "aur/PKGBUILD")
+    assert build["pkgver"] == project["version"]
+    assert build["source"].endswith(f"/moeinf-{project['version']}.tar.gz")
+    assert build["source"] == formula(FORMULA, "url")
+    assert build["sha256sums"] == formula(FORMULA, "sha256")
+    assert build["license"] == formula(FORMULA, "license") == project["license"]
+    assert build["url"] == formula(FORMULA, "homepage")
+
+
+def test_a_release_sets_version_and_hash(tmp_path: Path) -> None:
+    for name in RECIPES:
+        (tmp_path / name).parent.mkdir()
+        shutil.copyfile(PACKAGING / name, tmp_path / name)
+    sdist = tmp_path / "moeinf-9.8.7.tar.gz"
+    sdist.write_bytes(b"an sdist")
+    write(sdist, tmp_path)
+    digest = hashlib.sha256(b"an sdist").hexdigest()
+    build = pkgbuild(tmp_path / "aur/PKGBUILD")
+    assert (build["pkgver"], build["sha256sums"]) == ("9.8.7", digest)
+    written = (tmp_path / "homebrew/moeinf.rb").read_text()
+    assert (formula(written, "url"), formula(written, "sha256")) == (build["source"], digest)
+
+
+def test_an_sdist_of_no_release_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="MAJOR"):
+        write(tmp_path / "moeinf-0.2.0.dev1.tar.gz", tmp_path)
+
+
+def test_the_sdist_has_what_the_recipes_install_and_not_the_recipes() -> None:
+    left_out = PROJECT["tool"]["scikit-build"]["sdist"]["exclude"]
+    for name in ("packaging/systemd/moeinf.service", "constraints.txt", "LICENSE"):
+        assert name in PKGBUILD
+        assert (ROOT / name).is_file()
+        assert not any(name.startswith(folder) for folder in left_out), name
+    for name in RECIPES:  # they hold its hash
+        assert any(f"packaging/{name}".startswith(folder) for folder in left_out), name
+
+
+def test_the_unit_runs_what_the_package_installs() -> None:
+    unit = (PACKAGING / "systemd/moeinf.service").read_text()
+    (program,) = re.findall(r"^ExecStart=(\S+)", unit, re.MULTILINE)
+    assert f'"$pkgdir{Path(program).parents[1]}"' in PKGBUILD
+    assert f"ln -s {program} " in PKGBUILD
+
+
+def test_the_python_of_the_formula_is_a_supported_one() -> None:
+    (version,) = set(re.findall(r"python@?(\d\.\d+)\"", FORMULA))
+    assert f"cp{version.replace('.', '')}-manylinux_*" in PROJECT["tool"]["cibuildwheel"]["build"]
+
+
+@pytest.mark.skipif(shutil.which("ruby") is None, reason="ruby is not installed")
+def test_the_formula_is_ruby() -> None:
+    checked = subprocess.run(
+        ["ruby", "-wc", PACKAGING / "homebrew/moeinf.rb"], capture_output=True, text=True
+    )
+    assert (checked.stdout.strip(), checked.stderr) == ("Syntax OK", "")
