@@ -26,11 +26,10 @@ READ = (*SAMPLING, *OF_LIMITS, *OTHER_NAMES)  # the options with an effect
 
 @dataclass(frozen=True)
 class Options:
-    """Options as values. context: in tokens; None: the model's, as for every other None."""
+    """Options as values. None: the model's."""
 
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     limits: Limits = field(default_factory=Limits)
-    context: int | None = None
 
 
 def read_options(options: Mapping[str, Any]) -> Options:
@@ -56,10 +55,10 @@ def read_options(options: Mapping[str, Any]) -> Options:
                 chosen = chosen.having(name, value)
             except TypeError as error:
                 raise InvalidValue(f"{name}: the value is invalid (expected a number)") from error
-    return Options(chosen, Limits(most, stop, drafts), context_of(options))
+    return Options(chosen, Limits(most, stop, drafts, _context_of(options)))
 
 
-def context_of(options: Mapping[str, Any]) -> int | None:
+def _context_of(options: Mapping[str, Any]) -> int | None:
     """Return the context, in tokens, that options ask for. Raises InvalidValue."""
     value = options.get("num_ctx")
     context = None if value is None else _whole("num_ctx", value)

@@ -37,19 +37,26 @@ class Limits:
 
     max_tokens None: the model's default, or the end of the context, as -1. Without a `stop` those
     of the model count. drafts: the most tokens that a pass may draft, which never changes the
-    answer; None: as many as pay.
+    answer; None: as many as pay. context: of prompt and answer, in tokens; the engine has the
+    bound, None: no other.
     """
 
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     drafts: int | None = None
+    context: int | None = None
+
+    def context_in(self, most: int) -> int:
+        """Return the context of this request with an engine whose own is `most`, in tokens."""
+        return most if self.context is None else min(self.context, most)
 
     def over(self, defaults: Limits) -> Limits:
-        """Return these limits; `defaults` fills those that are not set."""
+        """Return these limits; `defaults` fills those that are not set, except the context."""
         return Limits(
             defaults.max_tokens if self.max_tokens is None else self.max_tokens,
             self.stop or defaults.stop,
             defaults.drafts if self.drafts is None else self.drafts,
+            self.context,
         )
 
 

@@ -133,10 +133,9 @@ class RemotePartner:
         body = {"model": str(self.model), "stream": False, "options": {"num_ctx": context}}
         self._client.post("/api/generate", body)
         loaded = self._client.ask("GET", "/api/ps", {}).get("models") or ()
-        if {"name": str(self.model), "context_length": context} not in (
-            {name: one.get(name) for name in ("name", "context_length")} for one in loaded
-        ):
-            error = InvalidValue(f"`serve --ctx` fixes num_ctx of the server at {self._client}")
+        sizes = [one.get("context_length") for one in loaded if one.get("name") == str(self.model)]
+        if not any(isinstance(size, int) and size >= context for size in sizes):
+            error = InvalidValue(f"`serve --ctx` bounds num_ctx of the server at {self._client}")
             alone = f"`moeinf run {self.model} --ctx {context}`"
             error.hint = f"{alone}, which loads an engine of its own"
             raise error

@@ -73,7 +73,7 @@ class Conversation:
     ) -> Generation:
         """Continue `text` itself, without template and turns."""
         ids = text_prompt(self._engine, text)
-        check_length(self._engine, ids)
+        check_length(ids, self._engine.info.context)
         self._parser = None
         return self._answer(ids, options, limits, stopped)
 
@@ -95,11 +95,12 @@ class Conversation:
 
     def _fit(self, messages: list[Message]) -> tuple[list[Message], list[int]]:
         """Drop the oldest turns until there is room for an answer."""
-        roles = [message.role for message in messages]
-        dropped, ids = latest_turns(
-            self._engine, roles, lambda _, count: self.prompt(messages[count:])
+        kept, ids = latest_turns(
+            [{"role": message.role} for message in messages],
+            self._engine.info.context,
+            lambda kept: self.prompt([messages[place] for place in kept]),
         )
-        return messages[dropped:], ids
+        return [messages[place] for place in kept], ids
 
     def _answer(
         self,

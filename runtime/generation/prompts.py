@@ -148,12 +148,11 @@ def cut_text(engine: Engine, text: str) -> str:
     return text[:most].encode("utf-8", "replace")[:most].decode("utf-8", "ignore")
 
 
-def check_length(engine: Engine, prompt: Sequence[int]) -> None:
-    """Check a prompt's length.
+def check_length(prompt: Sequence[int], context: int) -> None:
+    """Check a prompt's length; context: of prompt and answer, in tokens.
 
     Raises InvalidValue for an empty prompt, PromptTooLong for one without room to answer.
     """
-    context = engine.info.context
     if not prompt:
         raise InvalidValue("the prompt has no tokens")
     if len(prompt) >= context:

@@ -112,7 +112,7 @@ class Scheduler:
         """
         try:
             prompt = request.prepare(self._engine)
-            check_length(self._engine, prompt)
+            check_length(prompt, request.limits.context_in(self._engine.info.context))
             constrain = request.constrain
             constraint = None if constrain is None else constrain(self._engine, prompt)
             one = Prepared(request, prompt, constraint)
@@ -190,7 +190,7 @@ class Scheduler:
         """Take the free place that shares most with the prompt, and discard the rest of it."""
         engine, request, prompt = self._engine, one.request, one.prompt
         sampler = Sampler(request.options, engine.info.sampling)
-        room = engine.info.context - len(prompt)
+        room = request.limits.context_in(engine.info.context) - len(prompt)
         request.limits = request.limits.over(engine.info.limits)
         answer = Answer(engine, prompt, sampler, request.limits, room)
         # An embedding needs the states of all tokens, and a cache keeps no states. After another

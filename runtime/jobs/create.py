@@ -120,7 +120,7 @@ def _with(base: Manifest, name: ModelName, defaults: Defaults) -> Manifest:
 def _check(base: Manifest, folder: Path, defaults: Defaults) -> None:
     """Raise InvalidValue or TemplateError where a model cannot use the defaults."""
     defaults.check()
-    context = defaults.options.context
+    context = defaults.options.limits.context
     if context is not None and context > base.max_context:
         most = f"the context of {base.model} has at most {base.max_context} tokens"
         raise InvalidValue(f"num_ctx: {context} is invalid ({most})")

@@ -242,7 +242,7 @@ def _context(
                 f"not {config.context}"
             )
         return config.context, None
-    asked = None if manifest.defaults is None else manifest.defaults.options.context
+    asked = None if manifest.defaults is None else manifest.defaults.options.limits.context
     if asked is not None:
         return min(asked, manifest.max_context), "its num_ctx"
 

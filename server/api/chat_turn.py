@@ -30,6 +30,7 @@ from moeinf.runtime.generation.events import (
 )
 from moeinf.runtime.generation.prompts import Message, chat_prompt, text_prompt
 from moeinf.runtime.generation.turns import latest_turns
+from moeinf.runtime.requests import Limits
 from moeinf.runtime.text.answer_parser import Said, Speech
 from moeinf.runtime.text.offered_tools import Call, Tool
 from moeinf.runtime.text.reasoning import thinks
@@ -104,6 +105,7 @@ class Text:
     """A prompt that is continued unchanged: no part of the answer has a meaning."""
 
     dropped = 0  # messages that did not fit
+    context: int | None = None  # see Limits
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -144,7 +146,7 @@ class Chat(Text):
         shift: bool = False,
     ) -> None:
         self.dropped = 0  # messages
-        self._shift = shift
+        self.shift = shift
         self._messages = messages
         self._tools = tools
         self._think = think
@@ -163,7 +165,7 @@ class Chat(Text):
         if self._strict and self._think and not thinks(template):
             raise BadRequest(f"{engine.info.name} does not support thinking")
         refuse_sources(engine)
-        ids = self._shifted(engine) if self._shift else self._ids(engine, self._messages)
+        ids = self._shifted(engine) if self.shift else self._ids(engine, self._messages)
         if template is not None:
             self._speech = Speech(template, engine.tokenizer.tail(ids), self._tools)
             form = format_of(template)
@@ -175,11 +177,12 @@ class Chat(Text):
 
     def _shifted(self, engine: Engine) -> list[int]:
         said = self._messages
-        self.dropped, ids = latest_turns(
-            engine,
-            [str(message["role"]) for message in said],
-            lambda head, count: self._ids(engine, [*said[:head], *said[head + count :]]),
+        kept, ids = latest_turns(
+            said,
+            Limits(context=self.context).context_in(engine.info.context),
+            lambda kept: self._ids(engine, [said[place] for place in kept]),
         )
+        self.dropped = len(said) - len(kept)
         return ids
 
     def hear(self, text: str) -> Iterator[Part]:

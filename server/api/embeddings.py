@@ -67,10 +67,10 @@ class OpenAIRequest(Lenient):
 @router.post("/api/embed")
 async def embed(asked: OllamaRequest, request: Request) -> Response:
     start = time.perf_counter()
-    loaded = await _model(asked, request)
+    loaded, limits = await _model(asked, request)
     load_seconds = time.perf_counter() - start
     inputs = [asked.input] if isinstance(asked.input, str) else asked.input
-    vectors, tokens = await _vectors(loaded, request, inputs, asked.truncate)
+    vectors, tokens = await _vectors(loaded, request, inputs, asked.truncate, limits)
     about = {
         "model": asked.model,
         "total_duration": round((time.perf_counter() - start) * 1e9),
@@ -83,10 +83,10 @@ async def embed(asked: OllamaRequest, request: Request) -> Response:
 @router.post("/api/embeddings")
 async def embed_as_before(asked: OldOllamaRequest, request: Request) -> dict[str, Any]:
     """Return the vector of one text, as Ollama did before /api/embed."""
-    loaded = await _model(asked, request)
+    loaded, limits = await _model(asked, request)
     if not asked.prompt:  # only loads the model
         return {"embedding": []}
-    vectors, _ = await _vectors(loaded, request, [asked.prompt], truncate=True)
+    vectors, _ = await _vectors(loaded, request, [asked.prompt], True, limits)
     return {"embedding": vectors[0].tolist() if vectors else []}
 
 
@@ -97,7 +97,7 @@ async def embed_for_openai(asked: OpenAIRequest, request: Request) -> Response:
     inputs = _listed(asked.input)
     loaded = await host.model(asked.model)
     _check_length(loaded, asked.dimensions)
-    vectors, tokens = await _vectors(loaded, request, inputs, truncate=False)
+    vectors, tokens = await _vectors(loaded, request, inputs, False, Limits(0))
 
     def worded(vector: _Vector) -> list[float] | str:
         if asked.encoding_format == "float":
@@ -129,16 +129,21 @@ def _answer(about: dict[str, Any], name: str, items: Iterable[Any]) -> Response:
     return StreamingResponse(parts(), media_type="application/json")
 
 
-async def _model(asked: OllamaRequest | OldOllamaRequest, request: Request) -> Loaded:
-    """Load the model. Options of generation have no effect, but invalid ones fail."""
+async def _model(
+    asked: OllamaRequest | OldOllamaRequest, request: Request
+) -> tuple[Loaded, Limits]:
+    """Load the model; return it and the limits of a job.
+
+    Options of generation have no effect, but invalid ones fail.
+    """
     host: Host = request.app.state.host
-    options = read_options(asked.options)
+    context = read_options(asked.options).limits.context
     notes_of(request).ignore(asked.options)
     keep_alive = None if asked.keep_alive is None else parse_duration(asked.keep_alive)
-    loaded = await host.model(asked.model, keep_alive, options.context)
+    loaded = await host.model(asked.model, keep_alive, context)
     if isinstance(asked, OllamaRequest):
         _check_length(loaded, asked.dimensions)
-    return loaded
+    return loaded, Limits(0, context=context)
 
 
 def _check_length(loaded: Loaded, dimensions: int | None) -> None:
@@ -162,7 +167,7 @@ def _listed(given: str | list[str] | list[int] | list[list[int]]) -> list[_Input
 
 
 async def _vectors(
-    loaded: Loaded, request: Request, inputs: Sequence[_Input], truncate: bool
+    loaded: Loaded, request: Request, inputs: Sequence[_Input], truncate: bool, limits: Limits
 ) -> tuple[list[_Vector], int]:
     """Return a vector per input, in order, and the total number of tokens.
 
@@ -173,8 +178,8 @@ async def _vectors(
     tokens = 0
     with loaded.used():
         for item in inputs:
-            prepare = partial(embedding_prompt, given=item, truncate=truncate)
-            job = Job(prepare, SamplingOptions(), Limits(0), lambda _: None, embed=True)
+            prepare = partial(embedding_prompt, given=item, truncate=truncate, limits=limits)
+            job = Job(prepare, SamplingOptions(), limits, lambda _: None, embed=True)
             async with aclosing(events(loaded, job, request)) as answer:
                 async for event in answer:
                     if isinstance(event, Failed):

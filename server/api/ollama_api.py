@@ -164,7 +164,8 @@ async def _answer(
     if nothing_to_say and keep_alive == 0:
         await host.unload(asked.model)
         return Answer(form.end("unload"))
-    loaded = await host.model(asked.model, keep_alive, options.context)
+    turn.context = options.limits.context
+    loaded = await host.model(asked.model, keep_alive, turn.context)
     form.load_seconds = time.perf_counter() - form.start
     form.experts = experts_since(loaded)
     if nothing_to_say:

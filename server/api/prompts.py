@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict
 
 from moeinf.runtime.generation.prompts import cut_text, text_prompt
+from moeinf.runtime.requests import Limits
 from moeinf.server.api.answers import BadRequest
 from moeinf.server.api.fields.bounds import Listed
 from moeinf.server.api.fields.optional import Said
@@ -77,7 +78,9 @@ def refuse_sources(engine: Engine) -> None:
         raise BadRequest("the API does not serve encoder-decoders; `moeinf run` does")
 
 
-def embedding_prompt(engine: Engine, given: str | Sequence[int], truncate: bool) -> list[int]:
+def embedding_prompt(
+    engine: Engine, given: str | Sequence[int], truncate: bool, limits: Limits
+) -> list[int]:
     """Return token ids of a text to embed, or the ids as given; special tokens in a text are text.
 
     truncate: a longer text is cut at the end of the context. Raises BadRequest for ids that the
@@ -90,4 +93,4 @@ def embedding_prompt(engine: Engine, given: str | Sequence[int], truncate: bool)
         ids = list(given)
         if any(not 0 <= token < engine.info.vocab_size for token in ids):
             raise BadRequest("input has ids that are not tokens of this model")
-    return ids[: engine.info.context - 1] if truncate else ids
+    return ids[: limits.context_in(engine.info.context) - 1] if truncate else ids

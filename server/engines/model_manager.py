@@ -44,14 +44,12 @@ class Loaded:
     """A model with its worker.
 
     expires_at: seconds since the epoch; infinite if it is never unloaded.
-    context: what a request asked for, None for the server's choice. users: requests of several jobs
-    in progress, which also need the engine between two jobs.
+    users: requests of several jobs in progress, which also need the engine between two jobs.
     """
 
     manifest: Manifest
     worker: Worker
     keep_alive_s: float
-    context: int | None = None
     users: int = 0
 
     @property
@@ -97,6 +95,7 @@ class Host:
         self._loaded: dict[ModelName, Loaded] = {}
         self._loading: dict[ModelName, asyncio.Lock] = {}
         self._starting: dict[ModelName, LoadProgress] = {}
+        self._own_context: dict[ModelName, int] = {}  # in tokens, where no request asked for one
         self._closing: set[asyncio.Future[bool]] = set()
         self._unended: list[Worker] = []  # closed, and possibly still running
 
@@ -122,8 +121,8 @@ class Host:
     ) -> Loaded:
         """Return the model; load it if needed.
 
-        context: tokens, at most the model's own; None: the server's choice. A model with another
-        one is loaded again after its requests. `serve --ctx` goes first. Raises NoSuchModel,
+        context: tokens, at most the model's own; None: the server's choice. A model with a smaller
+        one is loaded again after its requests, unless `serve --ctx` bounds it. Raises NoSuchModel,
         BadName, DoesNotFit, Unloaded, and what an engine raises on loading.
         """
         if self._config.context is not None:
@@ -132,17 +131,28 @@ class Host:
         key, _ = await asyncio.to_thread(self.library.find, name)
         async with self._loading.setdefault(key, asyncio.Lock()):
             found = self._loaded.get(key)
-            if found is not None and _has_other_context(found, context):
+            if found is not None and self._is_too_small(key, found, context):
                 await self._leave(key, found)
                 found = None
             if found is None or found.worker.failure is not None:
                 manifest, worker = await self._load(key, context)
                 keep = self._server.keep_alive_s if keep_alive_s is None else keep_alive_s
-                found = self._loaded[key] = Loaded(manifest, worker, keep, context)
+                found = self._loaded[key] = Loaded(manifest, worker, keep)
+                engine = worker.engine
+                if context is None and engine is not None:
+                    self._own_context[key] = engine.info.context
             elif keep_alive_s is not None:
                 found.keep_alive_s = keep_alive_s
         found.worker.last_used = time.monotonic()
         return found
+
+    def _is_too_small(self, key: ModelName, found: Loaded, context: int | None) -> bool:
+        """Return True if a model that works has a smaller context than a request needs."""
+        engine = found.worker.engine
+        if engine is None or found.worker.failure is not None:
+            return False
+        most = found.manifest.max_context
+        return engine.info.context < min(context or self._own_context.get(key, most), most)
 
     async def _leave(self, key: ModelName, found: Loaded) -> None:
         """Unload a model once it is idle. No request can begin meanwhile: the lock is held."""
@@ -281,11 +291,3 @@ class Host:
         if worker.failure is not None:
             raise worker.failure
         return manifest, worker
-
-
-def _has_other_context(found: Loaded, context: int | None) -> bool:
-    """Return True if a model that works has another context than the one asked for."""
-    engine = found.worker.engine
-    if engine is None or found.worker.failure is not None or context == found.context:
-        return False
-    return context is None or engine.info.context != min(context, found.manifest.max_context)

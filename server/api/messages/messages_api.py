@@ -68,6 +68,7 @@ async def count_tokens(asked: CountRequest, request: Request, version: _Version 
     """Return the number of tokens of a prompt, template included, without an answer."""
     _check(version)
     turn, _ = asked.turn(request)
+    turn.shift = False  # a client counts to drop turns of its own choice
     job = Job(turn.prepare, SamplingOptions(), Limits(0), counts=True)
     _, told = await begun(request, asked.model, job, turn)
     async for event in told:

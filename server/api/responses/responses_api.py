@@ -58,6 +58,7 @@ async def create(asked: ResponsesRequest, request: Request) -> Response:
 async def input_tokens(asked: InputRequest, request: Request) -> Response:
     """Return the number of tokens of a conversation, template included, without an answer."""
     turn, _ = asked.turn(request, _earlier(asked, request))
+    turn.shift = False  # a client counts to drop turns of its own choice
     job = Job(turn.prepare, SamplingOptions(), Limits(0), counts=True)
     _, told = await begun(request, asked.model, job, turn)
     async for event in told:

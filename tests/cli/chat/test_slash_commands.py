@@ -14,7 +14,7 @@ from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
 from moeinf.cli.chat.backends import Partner
-from moeinf.cli.chat.client import Client
+from moeinf.cli.chat.client import Client, ServerError
 from moeinf.cli.chat.local import LocalPartner, Opener
 from moeinf.cli.chat.remote import RemotePartner
 from moeinf.cli.chat.repl import Repl
@@ -220,7 +220,9 @@ def test_the_same_with_a_server(
         with pytest.raises(InvalidValue, match="num_ctx of demo:f32 is at most 512, got 9999"):
             line.run("/set parameter num_ctx 9999")
         (loaded,) = client.ask("GET", "/api/ps", {})["models"][-1:]
-        assert (loaded["name"], loaded["context_length"]) == ("demo:f32", 128)
+        assert (loaded["name"], loaded["context_length"]) == ("demo:f32", 512)
+        with pytest.raises(ServerError, match="tokens, the context 128"):
+            say(partner, "1+" * 100)
 
 
 def test_the_context_of_a_server_with_ctx(demo_home: Path, tmp_path: Path) -> None:
@@ -229,7 +231,9 @@ def test_the_context_of_a_server_with_ctx(demo_home: Path, tmp_path: Path) -> No
         client = Client.of(host, int(port), None, Registry(Settings(demo_home).run))
         about = client.post("/api/show", {"model": "demo:f32"})
         partner = RemotePartner(lambda: client, about, Settings(demo_home))
-        with pytest.raises(InvalidValue, match="`serve --ctx` fixes num_ctx") as caught:
-            commands(partner, tmp_path).run("/set parameter num_ctx 128")
-        assert "moeinf run demo:f32 --ctx 128" in caught.value.hint
+        with pytest.raises(InvalidValue, match="`serve --ctx` bounds num_ctx") as caught:
+            commands(partner, tmp_path).run("/set parameter num_ctx 512")
+        assert "moeinf run demo:f32 --ctx 512" in caught.value.hint
+        commands(partner, tmp_path).run("/set parameter num_ctx 128")
+        assert dict(partner.parameters(GREEDY))["num_ctx"] == 128
         assert say(partner) == "42"
