@@ -294,12 +294,15 @@ class Engine:
         for attempt in range(2):
             try:
                 with device_faults(), self.memory:
-                    return compute()
+                    try:
+                        return compute()
+                    except scarce:
+                        raise
+                    except BaseException:
+                        self.store.abandon()  # before a move of another thread
+                        raise
             except scarce as error:
                 words = str(error)
-            except BaseException:
-                self.store.abandon()
-                raise
             # The traceback is gone here, and with it the tensors of the pass.
             self.store.abandon()
             try:
