@@ -131,7 +131,10 @@ class Repl:
     def _keep_history(self, keep: bool) -> None:
         self._session.history = self._history(keep)
         self._session.default_buffer.history = self._session.history
-        self._partner.kept = isinstance(self._session.history, FileHistory)
+        partner = self._partner
+        told = partner.messages or partner.system  # perhaps while nothing was kept
+        kept = isinstance(self._session.history, FileHistory)
+        partner.kept = kept and (partner.kept or not told)
 
     def _history(self, keep: bool) -> History:
         """Open the history of typed lines; only its owner can read the file."""

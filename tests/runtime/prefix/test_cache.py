@@ -14,7 +14,8 @@ from moeinf.runtime.config import PREFILL_CHUNK, PrefixBudget
 from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.generation.events import Ended, Event, Failed, Request
 from moeinf.runtime.generation.scheduler import Scheduler
-from moeinf.runtime.prefix import cache
+from moeinf.runtime.library.manifest import Manifest
+from moeinf.runtime.prefix import cache, opening
 from moeinf.runtime.requests import Limits, SamplingOptions
 from tests.runtime.generation.test_scheduler import answer
 from tests.runtime.prefix.conftest import OpenHere
@@ -135,6 +136,33 @@ def test_what_does_not_match(other: dict[str, object], open_here: OpenHere, home
     (home / "state/demo/f32").mkdir()
     (home / "state/demo/f32/prefix").symlink_to(home / "state/demo/bf16/prefix")
     assert asked(open_here(**other), SYSTEM).cached_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "value"),
+    [
+        (Manifest, "digest", "0" * 64),  # the same name, pulled again
+        (opening, "version", lambda: "0.0.1"),
+        (opening, "kernel_path", lambda: "another"),
+    ],
+)
+def test_another_version_does_not_match(
+    owner: object,
+    name: str,
+    value: object,
+    open_here: OpenHere,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The files stay: the first version finds them again."""
+    engine = open_here()
+    asked(engine, SYSTEM)
+    engine.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, value)
+        other = open_here()
+        assert asked(other, SYSTEM, kept=False).cached_tokens == 0
+        other.close()
+    assert asked(open_here(), SYSTEM).cached_tokens == len(SYSTEM) - 1
 
 
 def test_reproducible_answers_have_the_same_bits(open_here: OpenHere) -> None:
