@@ -185,6 +185,10 @@ from moeinf.runtime.sizes import MemorySize, parse_memory
 def rss():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
+def peak():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
 settings = Settings(Path(sys.argv[1]))
 manifest, folder = Library(settings).read(sys.argv[2])
 config = EngineConfig(memory=parse_memory("100%"), context=64, trace=False, window=256)
@@ -198,16 +202,17 @@ with Engine.open(manifest, folder, config, settings) as engine:
         before, held = rss(), engine.store.resident
         engine.set_memory(MemorySize(share=share))
         freed, gone = before - rss(), held - engine.store.resident
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins again
         for _ in range(3):
             all_layers()
         size = engine.info.slot_bytes
-        print(freed, gone * size, rss() - before, engine.info.peak_bytes - rss())
+        print(freed, gone * size, rss() - before, engine.info.peak_bytes - peak())
 """
 
 
 @pytest.mark.full
 def test_memory_goes_to_the_system(tmp_path: Path) -> None:
-    """After each move RSS stays within the promise, and freed slots are really free."""
+    """After each move the peak RSS is within the promise, and freed slots are really free."""
     make_checkpoint(tmp_path / "checkpoint", config(4, 32, 512, 512, 4))
     pull(tmp_path / "checkpoint", Settings(tmp_path / "home"), "wide:bf16")
     ran = subprocess.run(
