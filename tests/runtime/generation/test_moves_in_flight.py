@@ -103,10 +103,13 @@ def test_moves_under_everything(
     endless(engine)
     scheduler, mover = Scheduler(engine, 4), Mover(engine)
     found = [ask(prompt, **about) for prompt, about in asked]
-    early, cut_early = ask(LONG[3:], stopped=lambda: mover.passes >= 3)
-    late, cut_late = ask(REPEATING[1:], stopped=lambda: len(cut_late) >= 4)
-    run(scheduler, *(request for request, _ in found[:3]), early)
+    company, cut_in_company = ask(LONG[3:], stopped=lambda: mover.passes >= 3)
+    run(scheduler, *(request for request, _ in found[:3]), company)
     run(scheduler, found[3][0])  # alone, with drafts
+    read: list[int] = []
+    early, cut_early = ask(LONG[7:], stopped=lambda: any(read), reading=lambda n, _: read.append(n))
+    late, cut_late = ask(REPEATING[1:], stopped=lambda: len(cut_late) >= 4)
+    run(scheduler, early)
     run(scheduler, late)
     mover.end()
 
@@ -120,7 +123,7 @@ def test_moves_under_everything(
     drafted = found[3][1][-1]
     assert isinstance(drafted, Ended)
     assert drafted.drafted > 0
-    for cut in (cut_early, cut_late):
+    for cut in (cut_in_company, cut_early, cut_late):
         assert isinstance(cut[-1], Ended)
         assert cut[-1].reason == "cancelled"
     assert not cut_early[:-1]  # its prompt was being read

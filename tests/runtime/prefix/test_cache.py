@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from moeinf.models.layers.kv_cache import KvCache
-from moeinf.runtime.config import PREFILL_CHUNK, PrefixBudget
+from moeinf.runtime.config import PREFILL_CHUNK, PrefixBudget, Settings
 from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.generation.events import Ended, Event, Failed, Request
 from moeinf.runtime.generation.scheduler import Scheduler
+from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.prefix import cache, opening
 from moeinf.runtime.requests import Limits, SamplingOptions
@@ -225,6 +226,15 @@ def test_what_is_not_to_be_kept(open_here: OpenHere, folder: Path) -> None:
     asked(untraced, SYSTEM)
     assert asked(untraced, SYSTEM).cached_tokens == len(SYSTEM) - 1
     untraced.close()
+    assert not folder.exists()
+
+
+def test_rm_removes_its_files(open_here: OpenHere, folder: Path, home: Path) -> None:
+    engine = open_here()
+    asked(engine, SYSTEM)
+    engine.close()
+    assert list(folder.glob("*.kv"))
+    Library(Settings(home)).remove("demo:bf16")
     assert not folder.exists()
 
 
