@@ -22,7 +22,7 @@ def message(kind: str, size: int) -> dict[str, Any]:
 
 
 def caller(messages: Sequence[dict[str, Any]], place: int) -> int:
-    """Return the place of the call that a result belongs to; its own if there is none."""
+    """Return the place of the call that a result belongs to; its own without a call."""
     earlier = [i for i in range(place) if "tool_calls" in messages[i]]
     return earlier[-1] if earlier and messages[place]["role"] == "tool" else place
 
