@@ -1,6 +1,7 @@
 """Run openai-python's own resource tests, from its sdist, against this server with the demo.
 
-Their mock server is replaced through TEST_API_BASE_URL. The tests left out, with reasons, are in
+Their mock server is replaced through TEST_API_BASE_URL, and openai_resource_plugin.py completes
+the requests for responses. The tests left out, with reasons, are in
 tests/server/openai_exclusions.txt.
 
     pip download --no-deps --no-binary openai openai && tar xzf openai-*.tar.gz
@@ -35,7 +36,14 @@ from moeinf.runtime.sizes import parse_memory
 from moeinf.server.serve import make_server
 
 EXCLUSIONS = Path(__file__).parents[1] / "tests" / "server" / "openai_exclusions.txt"
-FILES = ("chat/test_completions.py", "test_completions.py", "test_models.py")
+FILES = (
+    "chat/test_completions.py",
+    "test_completions.py",
+    "test_models.py",
+    "test_responses.py",
+    "responses/test_input_items.py",
+    "responses/test_input_tokens.py",
+)
 NAMES = ("gpt-6-astra", "gpt-3.5-turbo-instruct")  # the models that the tests request
 
 
@@ -66,7 +74,8 @@ def deselected() -> Iterator[str]:
         if line.startswith("#"):
             continue
         file, operation = line.partition(":")[0].split()
-        resource = file.removesuffix(".py").rpartition("test_")[2].capitalize()
+        words = file.removesuffix(".py").rpartition("test_")[2].split("_")
+        resource = "".join(map(str.capitalize, words))
         for kind in ("method", "raw_response", "streaming_response"):
             for form in ("", "Async"):
                 test = f"Test{form}{resource}::test_{kind}_{operation}"
@@ -80,11 +89,16 @@ def main() -> int:
     given = parser.parse_args()
     tests = [f"tests/api_resources/{file}" for file in FILES]
     options = ["-c", "pyproject.toml", "-o", "addopts=", "-p", "no:cacheprovider", "-q"]
+    options += ["-p", "openai_resource_plugin"]
     with tempfile.TemporaryDirectory() as home, serving(Path(home)) as address:
         return subprocess.run(
             [Path(given.python).absolute(), "-m", "pytest", *options, *deselected(), *tests],
             cwd=given.sdist,
-            env={**os.environ, "TEST_API_BASE_URL": address, "PYTHONPATH": ""},
+            env={
+                **os.environ,
+                "TEST_API_BASE_URL": address,
+                "PYTHONPATH": str(Path(__file__).parent.absolute()),
+            },
             check=False,
         ).returncode
 

@@ -56,6 +56,14 @@ def joined(texts: Iterable[str]) -> str:
     return "\n\n".join(text for text in texts if text)
 
 
+def unread(kind: str) -> str:
+    """Return the words for a part of a tool's result that is not text.
+
+    A refusal would end an agent's conversation, because each later request repeats the result.
+    """
+    return f"[{kind}: left out, this model reads text only]"
+
+
 def add_turn(found: list[dict[str, Any]], turn: dict[str, Any]) -> None:
     """Add a message for a template; join it with the one before if both have the same role.
 

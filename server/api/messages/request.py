@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from fastapi import Request
 from pydantic import ConfigDict, Field
@@ -15,7 +15,7 @@ from moeinf.server.api.chat_turn import Chat
 from moeinf.server.api.fields.bounds import Few, Listed, StopText
 from moeinf.server.api.fields.optional import Said
 from moeinf.server.api.fields.sampling import Sampled
-from moeinf.server.api.prompts import add_turn, joined
+from moeinf.server.api.prompts import add_turn, joined, unread
 from moeinf.server.api.tool_choice import chosen_tools, effort_of, own_tools
 from moeinf.server.http.request_log import notes_of
 
@@ -96,8 +96,9 @@ class OutputConfig(Said):
 
 
 class CountRequest(Sampled):
-    """A prompt whose tokens are counted."""
+    """A prompt whose tokens are counted. Its last turn may be the assistant's."""
 
+    is_answered: ClassVar[bool] = False
     model: str
     messages: Listed[TurnSaid] = Field(min_length=1)
     system: str | Listed[TextBlock] | None = None
@@ -156,7 +157,7 @@ class CountRequest(Sampled):
                 add_turn(found, one)
         if not found:
             raise BadRequest("messages: the turns are empty", "messages")
-        if found[-1]["role"] == "assistant":
+        if self.is_answered and found[-1]["role"] == "assistant":
             raise BadRequest("messages: an assistant's last turn is not continued here", "messages")
         return found
 
@@ -164,6 +165,7 @@ class CountRequest(Sampled):
 class MessagesRequest(CountRequest):
     """A prompt that is answered. max_tokens -1: until the context ends."""
 
+    is_answered: ClassVar[bool] = True
     max_tokens: int = Field(ge=-1)
     stream: bool = False
     stop_sequences: Few[StopText] | None = None
@@ -221,11 +223,20 @@ def _told(
         if block.tool_use_id is None:
             raise BadRequest("messages: a tool_result has no tool_use_id")
         said = block.content or ""
-        text = said if isinstance(said, str) else joined(map(_text, said))
+        text = said if isinstance(said, str) else joined(map(_result, said))
         about = {"role": "tool", "tool_call_id": block.tool_use_id}
         if name := names.get(block.tool_use_id):
             about["name"] = name
         yield {**about, "content": text or ("error" if block.is_error else "")}
+
+
+def _result(block: TextBlock) -> str:
+    """Return the text of a block in a tool's result. Raises BadRequest for an unknown block."""
+    source = block.source
+    is_text = block.type == "document" and isinstance(source, dict) and source.get("type") == "text"
+    return (
+        unread(block.type) if block.type in ("image", "document") and not is_text else _text(block)
+    )
 
 
 def _text(block: TextBlock | ContentBlock) -> str:

@@ -16,7 +16,7 @@ from moeinf.server.api.fields.bounds import Few, Listed
 from moeinf.server.api.fields.optional import Said
 from moeinf.server.api.fields.other import REFUSED
 from moeinf.server.api.fields.sampling import Sampled
-from moeinf.server.api.prompts import add_turn
+from moeinf.server.api.prompts import add_turn, unread
 from moeinf.server.api.tool_choice import chosen_tools, effort_of, own_tools
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -254,7 +254,7 @@ def _turn(item: InputItem) -> dict[str, Any]:
         if item.call_id is None:
             raise BadRequest("input: a function_call_output has no call_id", "input")
         about = {"name": item.name} if item.name else {}
-        text = _text(item.output, "\n\n")
+        text = _text(item.output, "\n\n", ("input_image", "input_file"))
         return {"role": "tool", "tool_call_id": item.call_id, **about, "content": text}
     if item.type == "reasoning":
         thoughts = _text(item.content, "") or _text(item.summary, "\n\n")
@@ -262,18 +262,25 @@ def _turn(item: InputItem) -> dict[str, Any]:
     raise BadRequest(f"input: an item of type {item.type!r} is not supported", "input")
 
 
-def _text(content: str | Sequence[ItemPart] | None, between: str) -> str:
-    """Return the text of an item's parts. Raises BadRequest for a part that is not text."""
+def _text(
+    content: str | Sequence[ItemPart] | None, between: str, left_out: Sequence[str] = ()
+) -> str:
+    """Return the text of an item's parts; left_out: types that become words about them.
+
+    Raises BadRequest for any other part that is not text.
+    """
     if content is None or isinstance(content, str):
         return content or ""
-    return between.join(text for text in _texts(content) if text)
+    return between.join(text for text in _texts(content, left_out) if text)
 
 
-def _texts(parts: Sequence[ItemPart]) -> Iterator[str]:
+def _texts(parts: Sequence[ItemPart], left_out: Sequence[str]) -> Iterator[str]:
     for part in parts:
         if part.type == "refusal":
             yield part.refusal or ""
         elif part.type in _TEXTS:
             yield part.text or ""
+        elif part.type in left_out:
+            yield unread(part.type.removeprefix("input_"))
         else:
             raise BadRequest(f"input: models here read text only, not {part.type}", "input")

@@ -53,6 +53,32 @@ def test_claude_code(chatml: str, script: Script) -> None:
     assert script.prompts[-1].endswith("Note.\n\n1+2<|system|>Agents: none.<|assistant|>")
 
 
+def test_a_picture_that_claude_code_reads(chatml: str, script: Script) -> None:
+    """Later requests repeat the tool's result, so a refusal would end the conversation."""
+    script.say("I cannot see it.")
+    source = {"type": "base64", "media_type": "image/png", "data": "aGk="}
+    call = {"type": "tool_use", "id": "toolu_1", "name": "Read", "input": {"a": 1}}
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", **CACHED}
+    for kind in ("image", "document"):
+        body = {
+            "model": "demo",
+            "messages": [
+                {"role": "user", "content": "Look."},
+                {"role": "assistant", "content": [call]},
+                {
+                    "role": "user",
+                    "content": [{**result, "content": [{"type": kind, "source": source}]}],
+                },
+            ],
+            "tools": [{"name": "Read", "description": "Reads.", "input_schema": SCHEMA}],
+            "max_tokens": 99,
+            "stream": True,
+        }
+        assert streamed(chatml, "/v1/messages?beta=true", body)[-1]["type"] == "message_stop"
+        seen = f"[{kind}: left out, this model reads text only]"
+        assert script.prompts[-1].endswith(f"{seen}<|assistant|>")
+
+
 def test_codex(chatml: str, script: Script) -> None:
     """MCP servers and agents are namespaces of functions."""
     script.say('<tool_call>\n{"name": "agents__open", "arguments": {"a": 1}}\n</tool_call>')
@@ -82,12 +108,15 @@ def test_codex(chatml: str, script: Script) -> None:
     assert last["type"] == "response.completed"
     (call,) = last["response"]["output"]
     assert (call["namespace"], call["name"], call["arguments"]) == ("agents", "open", '{"a": 1}')
-    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "2"}
+    picture = {"type": "input_image", "image_url": "data:image/png;base64,aGk=", "detail": "high"}
     script.say("It is 2.")
-    again = {**body, "input": [*body["input"], call, result]}
-    (message,) = streamed(chatml, "/v1/responses", again)[-1]["response"]["output"]
-    assert message["content"][0]["text"] == "It is 2."
-    assert "agents__open a:1" in script.prompts[-1]
+    for output, seen in (("2", "2"), ([picture], "[image: left out, this model reads text only]")):
+        result = {"type": "function_call_output", "call_id": call["call_id"], "output": output}
+        again = {**body, "input": [*body["input"], call, result]}
+        (message,) = streamed(chatml, "/v1/responses", again)[-1]["response"]["output"]
+        assert message["content"][0]["text"] == "It is 2."
+        assert "agents__open a:1" in script.prompts[-1]
+        assert script.prompts[-1].endswith(f"{seen}<|assistant|>")
     body["tools"][0]["name"] = ""
     refused = httpx.post(f"{chatml}/v1/responses", json=body)
     assert refused.json()["error"]["param"] == "tools"

@@ -219,7 +219,10 @@ def test_usage_and_counts(client: anthropic.Anthropic, script: Script) -> None:
     assert [usage.cache_read_input_tokens for usage in usages] == [0, 256]
     assert [usage.input_tokens for usage in usages] == [count, count - 256]
     assert usages[0].output_tokens == usages[1].output_tokens == 3
-    assert client.messages.count_tokens(model="demo", messages=ASK).input_tokens < 20
+    asked = client.messages.count_tokens(model="demo", messages=ASK).input_tokens
+    assert asked < 20
+    answered = [*ASK, {"role": "assistant", "content": "It is 42."}]  # Claude Code's /context
+    assert client.messages.count_tokens(model="demo", messages=answered).input_tokens > asked
 
 
 def test_a_call_or_a_schema_that_must_be(client: anthropic.Anthropic) -> None:
@@ -268,7 +271,7 @@ def test_what_is_refused(about: dict[str, Any], words: str, client: anthropic.An
         {"type": "document", "source": {"type": "base64", "media_type": "application/pdf"}},
         {"type": "server_tool_use", "id": "x", "name": "web_search", "input": {}},
         {"type": "tool_result"},
-        {"type": "tool_result", "tool_use_id": "x", "content": [{"type": "image"}]},
+        {"type": "tool_result", "tool_use_id": "x", "content": [{"type": "audio"}]},
     ],
     ids=lambda block: block["type"],
 )
