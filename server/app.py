@@ -95,7 +95,7 @@ def create_app(
             with suppress(asyncio.CancelledError):
                 await keeper
 
-    app = FastAPI(
+    app = _Application(
         title="moeinf",
         lifespan=life,
         docs_url=None,
@@ -146,6 +146,47 @@ async def _expire(app: FastAPI) -> None:
     while True:
         await asyncio.to_thread(app.state.blobs.remove_expired)
         await asyncio.sleep(_EXPIRE_EVERY_S)
+
+
+class _Application(FastAPI):
+    """An application whose OpenAPI document has its errors and its streams."""
+
+    def openapi(self) -> dict[str, Any]:
+        """Return the document; FastAPI writes it with errors of its own, which are never sent."""
+        if self.openapi_schema is not None:
+            return self.openapi_schema
+        document = super().openapi()
+        for name in ("HTTPValidationError", "ValidationError"):
+            del document["components"]["schemas"][name]
+        for path, verbs in document["paths"].items():
+            schema = _schema_of(document_of(path, BadRequest("")))
+            told = {"description": "An error", "content": {"application/json": {"schema": schema}}}
+            for verb, operation in verbs.items():
+                operation["responses"].pop("422", None)
+                operation["responses"] |= {"4XX": told, "5XX": told}
+                if _streams(operation, document) and (verb == "post" or path.startswith("/api/")):
+                    lines = (
+                        "text/event-stream" if path.startswith("/v1/") else "application/x-ndjson"
+                    )
+                    operation["responses"]["200"]["content"][lines] = {"schema": {}}
+        return document
+
+
+def _streams(operation: dict[str, Any], document: dict[str, Any]) -> bool:
+    """Return whether an endpoint has a field or a parameter `stream`."""
+    names = [one["name"] for one in operation.get("parameters", ())]
+    for content in operation.get("requestBody", {}).get("content", {}).values():
+        name = content["schema"].get("$ref", "").rpartition("/")[2]
+        names += document["components"]["schemas"].get(name, {}).get("properties", ())
+    return "stream" in names
+
+
+def _schema_of(value: Any) -> dict[str, Any]:
+    """Return the JSON schema of an error's document; its members may not be missing."""
+    if isinstance(value, dict):
+        members = {name: _schema_of(member) for name, member in value.items()}
+        return {"type": "object", "properties": members, "required": list(members)}
+    return {"type": "string"} if isinstance(value, str) else {}
 
 
 def _word_errors(app: FastAPI, settings: Settings) -> None:

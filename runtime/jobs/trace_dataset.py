@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from moeinf.errors import FileError
 from moeinf.offload.routing.recording_file import recording_to_bytes
 from moeinf.offload.routing.trace import Recording
 from moeinf.runtime.eamc.kept_recording import drop_oldest, keep
@@ -56,8 +57,8 @@ def trace_items(
     reported before anything runs.
     """
     eamc = engine.tracing.eamc
-    if eamc is None or not engine.tracing.on:  # the home cannot be written
-        raise OSError(errno.EROFS, "what requests use cannot be remembered")
+    if eamc is None or not engine.tracing.on:
+        raise FileError("nothing can be recorded: the home cannot be written, or trace is off")
     if out is not None and not out.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(out.parent))
     done, recording = Traced(capacity=eamc.capacity), engine.record(name, out is not None)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from moeinf.api import Message, Model
-from moeinf.errors import NotFound
+from moeinf.errors import FileError, NotFound
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.generation.seq2seq import BadLanguage
 from moeinf.runtime.invalid import InvalidValue
@@ -184,6 +184,11 @@ def test_trace(demo_home: Path, tmp_path: Path) -> None:
         assert (done.requests, done.skipped, done.entries) == (2, 0, 3)
         assert model.conversation.cached_tokens == 0
         assert (tmp_path / "two.eam").stat().st_size > 0
+
+
+def test_a_trace_that_cannot_be(model: Model) -> None:
+    with pytest.raises(FileError, match="nothing can be recorded"):
+        model.trace([SUM])
 
 
 def test_close_ends_a_stream(demo_home: Path) -> None:
