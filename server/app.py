@@ -100,7 +100,6 @@ def create_app(
         lifespan=life,
         docs_url=None,
         redoc_url=None,
-        strict_content_type=False,  # curl -d sends the type of a form, which Ollama accepts
     )
     app.state.host = Host(settings, server, config, say)
     app.state.metrics = Metrics(lambda: app.state.host.loaded())

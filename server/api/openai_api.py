@@ -344,8 +344,14 @@ def _event(document: dict[str, Any]) -> str:
 
 
 def error_document(error: MoeinfError) -> dict[str, Any]:
-    """Return OpenAI's form of an error."""
+    """Return OpenAI's form of an error.
+
+    Clients shorten a conversation when they read "maximum context length" or its code.
+    """
     kind = "server_error" if error.http_status >= 500 else "invalid_request_error"
-    code = _CONTEXT_EXCEEDED if isinstance(error, ContextExceeded) else error.code
+    code, words = error.code, words_of(error)
+    if isinstance(error, ContextExceeded):
+        code = _CONTEXT_EXCEEDED
+        words = f"this model's maximum context length is exceeded: {words}"
     field = error.field if isinstance(error, BadRequest) else None
-    return {"error": {"message": words_of(error), "type": kind, "param": field, "code": code}}
+    return {"error": {"message": words, "type": kind, "param": field, "code": code}}

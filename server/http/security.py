@@ -77,9 +77,9 @@ class Guard:
         if refusal is not None:
             await _refuse(send, refusal, self._document(scope["path"], refusal))
             return
-        if scope["path"].startswith("/api/"):  # Ollama's clients may send JSON as a form
-            others = [pair for pair in scope["headers"] if pair[0].lower() != b"content-type"]
-            scope = {**scope, "headers": [*others, (b"content-type", b"application/json")]}
+        # `curl -d` and some clients of Ollama send JSON as a form.
+        others = [pair for pair in scope["headers"] if pair[0].lower() != b"content-type"]
+        scope = {**scope, "headers": [*others, (b"content-type", b"application/json")]}
         most = self._most_bytes(scope)
         body = bodies.Body(receive, self._budget, most)
         scope = {**scope, "state": {**scope.get("state", {}), "body": body}}

@@ -98,12 +98,15 @@ def test_bodies_that_are_none(address: str) -> None:
     assert httpx.get(f"{address}/health").status_code == 200
 
 
-def test_curl_sends_forms(address: str) -> None:
+@pytest.mark.parametrize("path", ["/api/chat", "/v1/chat/completions", "/v1/messages"])
+def test_curl_sends_forms(path: str, address: str) -> None:
     """`curl -d` names a form as its content type; Ollama does not mind, so we do not."""
     form = {"Content-Type": "application/x-www-form-urlencoded"}
-    body = json.dumps({"model": "demo", "prompt": "17+25=", "stream": False})
-    answer = httpx.post(f"{address}/api/generate", content=body, headers=form, timeout=60)
-    assert answer.json()["response"] == "42"
+    asked = {"model": "demo", "max_tokens": 9, "stream": False}
+    body = json.dumps({**asked, "messages": [{"role": "user", "content": "17+25="}]})
+    answer = httpx.post(address + path, content=body, headers=form, timeout=60)
+    assert answer.status_code == 200
+    assert '"42"' in answer.text
 
 
 def test_headers_without_end(address: str) -> None:

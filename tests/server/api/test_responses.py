@@ -355,3 +355,4 @@ def test_progress_and_a_late_error(
     long = {"model": "demo", "input": "x " * 50_000}
     told = httpx.post(f"{chatml}/v1/responses", json=long, timeout=60)
     assert (told.status_code, told.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert told.json()["error"]["message"].startswith("this model's maximum context length is ")
