@@ -15,7 +15,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -88,11 +88,14 @@ class Arguments(BaseModel):
     drain_s: float = Field(60.0, ge=0)
 
 
-def build(arguments: Arguments) -> Application:
+def build(args: Mapping[str, Any]) -> Application:
     """Return the application of a serve.yaml: HTTP by Ray's proxies, settings by environment.
 
-    Raises InvalidValue.
+    args: the fields of Arguments. (Serve reads no annotation that is a string.)
+
+    Raises InvalidValue, and ValidationError for fields that Arguments does not have.
     """
+    arguments = Arguments.model_validate(args)
     memory = None if arguments.memory is None else parse_memory(arguments.memory)
     config = EngineConfig(memory=memory, context=arguments.ctx, policy=arguments.policy)
     settings = ClusterSettings(

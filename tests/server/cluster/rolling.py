@@ -13,7 +13,7 @@ from http.client import HTTPResponse
 import ray
 from ray import serve
 
-from moeinf.server.cluster.launch import Arguments, build
+from moeinf.server.cluster.launch import build
 
 PORT = 18342
 BODY = {"model": "demo", "prompt": "a b c", "temperature": 0, "max_tokens": 400, "stream": True}
@@ -39,12 +39,12 @@ def main() -> None:
     ray.init("local", include_dashboard=False, object_store_memory=80 << 20, log_to_driver=False)
     serve.start(http_options={"host": "127.0.0.1", "port": PORT})
     options = {"min_replicas": 1, "max_replicas": 2, "cpus": 0.0, "drain_s": 30.0}
-    serve.run(build(Arguments(**options, ctx=512)), name="moeinf")
+    serve.run(build({**options, "ctx": 512}), name="moeinf")
     whole = text(ask(BODY).read())
     stream = ask(BODY)
     first = stream.readline()
     deploy = threading.Thread(
-        target=serve.run, args=(build(Arguments(**options, ctx=500)),), kwargs={"name": "moeinf"}
+        target=serve.run, args=(build({**options, "ctx": 500}),), kwargs={"name": "moeinf"}
     )
     deploy.start()
     rest = stream.read()

@@ -32,6 +32,26 @@ def test_serve_yaml_is_what_serve_deploy_takes() -> None:
     assert (arguments.min_replicas, arguments.max_replicas, arguments.retry) == (2, 4, True)
 
 
+def test_serve_builds_the_deployment_that_serve_yaml_asks_for() -> None:
+    """`serve deploy` passes args as a mapping, unless it finds a class as the annotation."""
+    from ray.serve._private.api import call_user_app_builder_with_args_if_necessary as built
+
+    from moeinf.server.cluster.launch import build
+
+    config = yaml.safe_load((DOCS / "serve.yaml").read_text())["applications"][0]
+    assert config["import_path"] == f"{build.__module__}:{build.__name__}"
+    doors = built(build, {**config["args"], "drain_s": 7})._bound_deployment
+    replica = doors.init_args[0]._bound_deployment
+    assert doors.ray_actor_options == {"num_cpus": 0}
+    assert replica.ray_actor_options == {
+        "num_cpus": 4.0, "memory": 8 << 30, "resources": {"moeinf_drive": 1.0},
+    }  # fmt: skip
+    about = replica._deployment_config
+    scaling = about.autoscaling_config
+    assert (scaling.min_replicas, scaling.max_replicas) == (2, 4)
+    assert about.graceful_shutdown_timeout_s == 7
+
+
 def test_the_manifest_serves_as_many_replicas_as_it_has_drives() -> None:
     manifest = yaml.safe_load((DOCS / "kuberay.yaml").read_text())
     assert (manifest["apiVersion"], manifest["kind"]) == ("ray.io/v1", "RayService")
