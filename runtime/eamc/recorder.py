@@ -7,6 +7,7 @@ not accepted do not count. An optional recording keeps each event, with weights 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -117,6 +118,11 @@ class Recorder(WholeLayers):
             self._count()
         if self.recording is not None:
             self.recording.add(done)
+
+    def so_far(self, request: int) -> RequestEam | None:
+        """Return a copy of the rEAMs of a running request; None if none of its rows counted."""
+        self._count()
+        return deepcopy(self._tracer.requests.get(request))
 
     def finish(self, request: int) -> RequestEam | None:
         """Remove and return the rEAMs of a request; None if none of its rows counted."""

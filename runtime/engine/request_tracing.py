@@ -69,6 +69,10 @@ class RequestTracing:
         """Return the number of a new request."""
         return next(self._numbers)
 
+    def so_far(self, request: int) -> RequestEam | None:
+        """Return a copy of the routing of a running request; None if nothing of it is recorded."""
+        return None if self._recorder is None else self._recorder.so_far(request)
+
     def end(self, request: int, counts: bool) -> RequestEam | None:
         """Append the routing of the request to the EAMC if `counts`, and return it.
 

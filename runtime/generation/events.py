@@ -148,7 +148,8 @@ class Request:
     source: the encoder-decoder's input; the prompt is the beginning of its answer.
     stopped: returns True once the answer is to end, at the next layer.
     reading: takes the tokens of the prompt that are read, and all, before each chunk is read.
-    routed: takes the routing of the request when it has ended; None if it is not recorded.
+    routed: takes the routing of the request so far after each window of its prompt, and in the end
+    with True; None if it is not recorded.
     """
 
     prepare: Callable[[Engine], list[int]]
@@ -162,5 +163,5 @@ class Request:
     source: Sequence[int] = ()
     stopped: Callable[[], bool] = lambda: False
     reading: Callable[[int, int], None] = lambda _read, _all: None
-    routed: Callable[[RequestEam | None], None] = lambda _: None
+    routed: Callable[[RequestEam | None, bool], None] | None = None
     times: Times = field(default_factory=Times)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -11,8 +12,10 @@ from numpy.typing import NDArray
 
 from moeinf.models.base import State
 from moeinf.models.layers.kv_cache import KvCache
+from moeinf.offload.routing.trace import RequestEam
 from moeinf.runtime.config import PREFILL_CHUNK
 from moeinf.runtime.engine.engine import Engine
+from moeinf.runtime.engine.request_tracing import RequestTracing
 from moeinf.runtime.generation.answer import Answer
 from moeinf.runtime.generation.drafts.draft_gate import Account
 from moeinf.runtime.generation.drafts.lookup import Lookup
@@ -74,6 +77,18 @@ class Running:
         return self.place.state.length >= self.prompt_tokens and (
             self.encoded or not self.request.source
         )
+
+    def read(self, seconds: float, tracing: RequestTracing) -> None:
+        """Count the time of a window of the prompt; tell its routing to a request that asks."""
+        self.prefill_seconds += seconds
+        if self.request.routed is not None:
+            with suppress(Exception):  # an answer matters more than its record
+                self.request.routed(tracing.so_far(self.number), False)
+
+    def left(self, eam: RequestEam | None) -> None:
+        """Tell the routing of the whole request to one that asks."""
+        if self.request.routed is not None:
+            self.request.routed(eam, True)
 
     def next_tokens(self, count: int) -> list[int]:
         """Return the next tokens of the prompt, `count` at most."""

@@ -259,7 +259,7 @@ class Scheduler:
             return
         spent = time.perf_counter() - start
         for number, (one, ids) in enumerate(shares):
-            one.prefill_seconds += spent
+            one.read(spent, engine.tracing)
             if engine.info.reproducible and not one.request.source:
                 one.place.reusable += ids[: len(ids) // PREFILL_CHUNK * PREFILL_CHUNK]
             if not one.prefilled:
@@ -389,7 +389,7 @@ class Scheduler:
         if not (self._engine.info.reproducible or one.request.source):
             place.reusable = one.answer.history[: place.state.length]
         with suppress(Exception):  # an answer matters more than its record
-            one.request.routed(self._engine.end_request(one.number, counts=one.prefilled))
+            one.left(self._engine.end_request(one.number, counts=one.prefilled))
         self._ended(ended)
 
 

@@ -26,7 +26,7 @@ from moeinf.server.engines.jobs import ROUTED
 from moeinf.server.engines.model_manager import Loaded
 
 _MOST_PREFIXES = 1 << 12  # published per model
-_MOST_OBSERVED = 16  # published at a time
+_MOST_OBSERVED = 32  # published at a time
 _MOST_NAMES = 64  # of models, as clients write them
 _GOODBYE_S = 5.0  # for an answer whose client has gone to end by itself
 _QUEUE = 64  # messages of an answer that the doors have not taken
@@ -49,11 +49,11 @@ class _Model:
         while len(self.prefixes) > _MOST_PREFIXES:
             self.prefixes.popitem(last=False)
 
-    def routed(self, asked: Asked, eam: RequestEam | None) -> None:
-        """Note a request's routing. The engine's thread calls this."""
+    def routed(self, asked: Asked, eam: RequestEam | None, ended: bool) -> None:
+        """Note a request's routing so far, or in the end. The engine's thread calls this."""
         if eam is None:
             return
-        self.observed.append(Observed(asked.number, eam.prefill + eam.decode))
+        self.observed.append(Observed(asked.number, eam.prefill + eam.decode, ended))
         del self.observed[:-_MOST_OBSERVED]
 
     def publish(self, loaded: Loaded) -> Published | None:
@@ -109,7 +109,7 @@ class Replica:
 
         async def run() -> None:
             model = self._model(asked.model)
-            ROUTED.set(lambda eam: model.routed(asked, eam))
+            ROUTED.set(lambda eam, ended: model.routed(asked, eam, ended))
             try:
                 await self._app({**scope, "state": {}}, receive, messages.put)
                 model.ended(asked)

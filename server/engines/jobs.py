@@ -15,7 +15,7 @@ from moeinf.runtime.generation.events import Reading, Request
 if TYPE_CHECKING:
     from moeinf.offload.routing.trace import RequestEam
 
-    Routed = Callable[[RequestEam | None], None]
+    Routed = Callable[[RequestEam | None, bool], None]
 
 QUIET_S = 1.0  # a prompt that is read sooner is not reported
 EVERY_S = 0.5  # the time between two reports

@@ -55,8 +55,11 @@ def test_a_replica_answers_and_publishes(
             stats = replica.record_routing_stats()
             published = stats["models"]["demo"]
             assert isinstance(published, Published)
-            (observed,) = published.observed
-            assert observed.number == asked.number
+            prompt, observed = published.observed
+            assert (prompt.number, prompt.ended) == (asked.number, False)
+            assert (observed.number, observed.ended) == (asked.number, True)
+            assert 0 < prompt.eam.sum() < observed.eam.sum()
+            assert (prompt.eam <= observed.eam).all()
             layers, experts = observed.eam.shape
             assert published.resident.shape == (layers * experts,)
             assert 0 < published.resident.sum() <= 0.5 * layers * experts + 1
@@ -73,15 +76,18 @@ def test_a_replica_answers_and_publishes(
 
 
 async def leave(replica: Replica) -> None:
-    """Leave an answer after its first part; the engine must stop soon."""
+    """Leave an answer after its first part: the routing of its prompt is known by then."""
     body = json.dumps({
         "model": "demo", "prompt": "a b c", "raw": True,
         "options": {"temperature": 0, "num_predict": 100_000, "num_ctx": 512},
     }).encode()  # fmt: skip
-    answer = replica.answer(scope_of("/api/generate", body), body, asked_of([], body))
+    asked = asked_of([], body)
+    answer = replica.answer(scope_of("/api/generate", body), body, asked)
     async for message in answer:
         if message["type"] == "http.response.body":
             break
+    (observed,) = replica.record_routing_stats()["models"]["demo"].observed
+    assert (observed.number, observed.ended) == (asked.number, False)
     await answer.aclose()  # type: ignore[attr-defined]
     (loaded,) = replica._app.state.host.loaded()
     async with asyncio.timeout(10):
