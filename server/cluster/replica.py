@@ -21,6 +21,7 @@ from moeinf.offload.replicas.router import Observed, Published
 from moeinf.offload.routing.trace import RequestEam
 from moeinf.runtime.config import EngineConfig, ServerSettings, read_environment
 from moeinf.runtime.machine.memory import keep_heap_small
+from moeinf.runtime.names import BadName, parse_name
 from moeinf.server.app import create_app
 from moeinf.server.engines.jobs import ROUTED
 from moeinf.server.engines.model_manager import Loaded
@@ -131,7 +132,7 @@ class Replica:
         found = {}
         loaded = {str(one.manifest.model): one for one in self._app.state.host.loaded()}
         for name, model in list(self._models.items()):
-            one = loaded.get(name) or _of_name(name, loaded)
+            one = loaded.get(name) or self._of_name(name, loaded)
             published = None if one is None else model.publish(one)
             if published is not None:
                 found[name] = published
@@ -146,16 +147,22 @@ class Replica:
         """End the engines."""
         await self._life.__aexit__(None, None, None)
 
+    def _of_name(self, name: str, loaded: dict[str, Loaded]) -> Loaded | None:
+        """Return the loaded model that a name means, as clients write it."""
+        try:
+            key = parse_name(name)
+        except BadName:
+            return None
+        if self._app.state.host.library.has(key):
+            return loaded.get(str(key))
+        # A name of `moeinf create` has the tag of its base.
+        same = [one for one in loaded.values() if one.manifest.model.name == key.name]
+        return same[0] if len(same) == 1 else None
+
     def _model(self, name: str) -> _Model:
         if name not in self._models and len(self._models) >= _MOST_NAMES:
             self._models.popitem(last=False)
         return self._models.setdefault(name, _Model())
-
-
-def _of_name(name: str, loaded: dict[str, Loaded]) -> Loaded | None:
-    """Return the loaded model that a name without a tag means."""
-    base = name.removesuffix(":latest").lower()
-    return next((one for key, one in loaded.items() if key.partition(":")[0] == base), None)
 
 
 async def _ended(task: asyncio.Task[None], messages: asyncio.Queue[Any]) -> None:

@@ -75,6 +75,42 @@ def test_a_replica_answers_and_publishes(
     asyncio.run(run())
 
 
+def test_a_replica_publishes_each_model_under_the_name_that_clients_use(
+    demo_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOEINF_HOME", str(demo_home))
+
+    async def run() -> None:
+        replica = Replica(CONFIG, ServerSettings(), lambda _: None)
+        await replica.open()
+        sent = {}
+
+        async def ask(path: str, model: str) -> None:
+            body = json.dumps({
+                "model": model, "prompt": "17+25=", "options": {"temperature": 0}
+            }).encode()  # fmt: skip
+            sent[model] = asked_of([], body)
+            messages = replica.answer(scope_of(path, body), body, sent[model])
+            assert [m["status"] async for m in messages if "status" in m] == [200]
+
+        def published() -> dict[str, set[int]]:
+            models = replica.record_routing_stats()["models"]
+            return {name: {one.number for one in it.observed} for name, it in models.items()}
+
+        try:
+            await ask("/api/generate", "demo:f32")
+            await ask("/api/show", "demo")  # does not load it: its tag is another one
+            assert published() == {"demo:f32": {sent["demo:f32"].number}}
+            await ask("/api/generate", "demo:latest")
+            assert published() == {
+                "demo:f32": set(), "demo": set(), "demo:latest": {sent["demo:latest"].number},
+            }  # fmt: skip
+        finally:
+            await replica.close()
+
+    asyncio.run(run())
+
+
 async def leave(replica: Replica) -> None:
     """Leave an answer after its first part: the routing of its prompt is known by then."""
     body = json.dumps({
