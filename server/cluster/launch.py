@@ -48,6 +48,7 @@ APP, REPLICA = "moeinf", "replica"
 DRIVE = "moeinf_drive"  # the custom resource of nodes: how many replicas their drives serve
 _OBJECT_STORE_BYTES = 80 << 20  # Ray's least: answers are small
 _PUBLISH_S = 2.0
+_DRAIN_LOOK_S = 0.5
 _TRIES = 3  # to connect
 _TRY_AGAIN_S = 2.0
 HEALTH_S = 10.0  # a replica that has not answered for so long, three times in a row, is replaced
@@ -122,7 +123,11 @@ def application(
         return Doors(serve.get_deployment_handle(REPLICA, app), server, retry)
 
     entry = serve.deployment(serve.ingress(doors)()).options(
-        name="doors", ray_actor_options={"num_cpus": 0}, max_ongoing_requests=MOST_CONNECTIONS
+        name="doors",
+        ray_actor_options={"num_cpus": 0},
+        max_ongoing_requests=MOST_CONNECTIONS,
+        graceful_shutdown_timeout_s=settings.drain_s,  # an update replaces the doors, too
+        graceful_shutdown_wait_loop_s=_DRAIN_LOOK_S,
     )
     return entry.bind(deployment(config, server, settings))
 
@@ -170,7 +175,7 @@ def deployment(
             ray_actor_options=options,
             max_ongoing_requests=places + server.max_queue,
             graceful_shutdown_timeout_s=settings.drain_s,
-            graceful_shutdown_wait_loop_s=0.5,
+            graceful_shutdown_wait_loop_s=_DRAIN_LOOK_S,
             health_check_period_s=HEALTH_S / 2,
             health_check_timeout_s=HEALTH_S,
             request_router_config=RequestRouterConfig(

@@ -49,7 +49,9 @@ def test_serve_builds_the_deployment_that_serve_yaml_asks_for() -> None:
     about = replica._deployment_config
     scaling = about.autoscaling_config
     assert (scaling.min_replicas, scaling.max_replicas) == (2, 4)
+    # An update replaces both. Serve's own time for the doors would cut answers off.
     assert about.graceful_shutdown_timeout_s == 7
+    assert doors._deployment_config.graceful_shutdown_timeout_s == 7
 
 
 def test_the_manifest_serves_as_many_replicas_as_it_has_drives() -> None:
