@@ -11,8 +11,9 @@ The rest is arithmetic, for a model that fits into all machines together, and no
 
     token = active bytes ÷ RAM speed [÷ machines, for the experts of `sharded`] + messages
     replicas: each machine has the whole model on its drive, and reads what it misses
-    streams: tokens per second of all machines, with a stream for each; `sharded` computes each
-    token on all machines, so that streams take turns
+    streams: tokens per second of all machines, with a stream for each. No machine is idle then,
+    so `sharded` does not divide a token's time any more; messages of one stream pass while others
+    are computed. It is the most that is possible
 """
 
 from __future__ import annotations
@@ -154,17 +155,16 @@ def token_s(kind: str, shape: Shape, machines: int, delay_s: float, rounds: int)
 def rates(shape: Shape, messages_s: dict[str, float], o: argparse.Namespace) -> dict[str, object]:
     """Return the tokens per second of one stream, and of a stream per machine."""
     chosen = shape.layers * shape.top_k * shape.expert_gb
-    read = (1 - o.hits) * chosen / o.drive
-    inside = shape.gigabytes <= o.machines * o.memory
-    alone = {
-        "replicas": (shape.dense_gb + chosen) / o.ram + read,
-        "sharded": shape.dense_gb / o.ram + chosen / o.ram / o.machines + messages_s["sharded"],
-        "pipeline": (shape.dense_gb + chosen) / o.ram + messages_s["pipeline"],
+    here_s = (shape.dense_gb + chosen) / o.ram  # of a token on one machine
+    spread_s = shape.dense_gb / o.ram + chosen / o.ram / o.machines
+    times = {  # of a token of one stream, and of one of a stream per machine
+        **{f"replicas_{h:g}": (here_s + (1 - h) * chosen / o.drive,) * 2 for h in o.hits},
+        "sharded": (spread_s + messages_s["sharded"], here_s + messages_s["sharded"]),
+        "pipeline": (here_s + messages_s["pipeline"],) * 2,
     }
-    together = {"replicas": o.machines, "sharded": 1, "pipeline": o.machines}
-    return {"fits": inside} | {
-        kind: {"one_stream": round(1 / s, 2), "streams": round(together[kind] / s, 2)}
-        for kind, s in alone.items()
+    return {"fits": shape.gigabytes <= o.machines * o.memory} | {
+        kind: {"one_stream": round(1 / alone, 2), "streams": round(o.machines / busy, 2)}
+        for kind, (alone, busy) in times.items()
     }
 
 
@@ -190,10 +190,13 @@ def _options() -> argparse.Namespace:
         default=[0.0, 0.1, 0.5, 1.0], help="ms, one way",
     )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=20, help="tokens")
-    parser.add_argument("--memory", type=float, default=64, help="GB of experts per machine")
+    parser.add_argument("--memory", type=float, default=72, help="GB of weights per machine")
     parser.add_argument("--ram", type=float, default=40, help="GB/s of a machine's memory")
     parser.add_argument("--drive", type=float, default=3, help="GB/s of a machine's drive")
-    parser.add_argument("--hits", type=float, default=0.7, help="of a replica's cache")
+    parser.add_argument(
+        "--hits", type=lambda text: [float(part) for part in text.split(",")],
+        default=[0.7, 0.84, 0.93], help="of a replica's cache",
+    )  # fmt: skip
     return parser.parse_args()
 
 

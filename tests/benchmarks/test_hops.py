@@ -23,12 +23,15 @@ def test_messages_in_a_row(kind: str, messages: int) -> None:
 
 
 def test_the_arithmetic() -> None:
-    about = argparse.Namespace(machines=2, memory=4.0, ram=10.0, drive=1.0, hits=0.5)
+    about = argparse.Namespace(machines=2, memory=4.0, ram=10.0, drive=1.0, hits=[0.5])
     found = rates(SMALL, {"sharded": 0.35, "pipeline": 0.1}, about)
     assert found == {
         "fits": True,  # 1 + 3 · 2 GB into 2 · 4 GB
-        "replicas": {"one_stream": 0.53, "streams": 1.05},  # 1 / (0.4 + 1.5) s
-        "sharded": {"one_stream": 1.67, "streams": 1.67},  # 1 / (0.1 + 0.15 + 0.35) s
+        "replicas_0.5": {"one_stream": 0.53, "streams": 1.05},  # 1 / (0.4 + 1.5) s
+        "sharded": {
+            "one_stream": 1.67,
+            "streams": 2.67,
+        },  # 1 / (0.1 + 0.15 + 0.35), 2 / (0.4 + 0.35)
         "pipeline": {"one_stream": 2.0, "streams": 4.0},  # 1 / (0.4 + 0.1) s
     }
 
