@@ -65,6 +65,7 @@ def test_the_manifest_serves_as_many_replicas_as_it_has_drives() -> None:
         arguments.min_replicas / arguments.drives,
         arguments.max_replicas / arguments.drives,
     )
+    assert spec["rayClusterConfig"]["authOptions"] == {"mode": "token"}
     (container,) = workers["template"]["spec"]["containers"]
     assert int(container["resources"]["limits"]["cpu"]) >= arguments.cpus
 
