@@ -9,7 +9,7 @@ A model that does not fit into one machine's memory decodes given tokens in two 
 Both have one thread per process. A stage is an engine of the whole model with the other layers left
 out, so its memory holds the experts of its own layers only. Each message takes `delay`, as in
 hops.py. The logits of both must have the same bits. Routing is that of a real model
-(recorded_routing.py). The first quarter of the tokens warms up, and does not count.
+(recorded_routing.py). Another text, and the first quarter of the tokens, warm up and do not count.
 
 With two streams the stages work at the same time, on two cores. A second replica would have its own
 drive on another machine, so the replica's speed counts twice beside two streams.
@@ -49,6 +49,7 @@ from moeinf.runtime.sizes import parse_memory
 
 ROUTING = "deepseek-v2-lite"
 _WARM = 4  # one part of so many warms up
+_STREAMS = 1, 1, 2  # of the runs through the pipeline; the first one warms up
 _NAME = "olmoe-pipeline"
 
 
@@ -100,14 +101,14 @@ def make_stage(engine: Engine, number: int, line: Line) -> None:
 
 
 def last_stage(up: Connection, model: RaceModel, o: argparse.Namespace) -> None:
-    """Answer one stream, and then two, with a checksum of the logits of each token."""
+    """Answer streams with a checksum of the logits of each token."""
     with listener() as door, opened(model, o, "lru") as engine:
         up.send(door.getsockname()[1])
         end = door.accept()[0]
         size = 2 * config_of(o.layers)["hidden_size"]
         make_stage(engine, 1, Line(end, size, o.delay / 1e3))
         back = Line(end, 4, o.delay / 1e3)
-        for streams in (1, 2):
+        for streams in _STREAMS:
             answer(engine, back, streams, o.tokens)
 
 
@@ -161,11 +162,19 @@ def run_pipeline(
     return time.perf_counter() - begin, found
 
 
-def run_replica(model: RaceModel, tokens: Sequence[int], o: argparse.Namespace) -> dict[str, Any]:
-    """Return the figures of one engine that reads what is not in memory."""
-    checks, warm = [], len(tokens) // _WARM
+def run_replica(
+    model: RaceModel, texts: Sequence[Sequence[int]], o: argparse.Namespace
+) -> dict[str, Any]:
+    """Return the figures of the first text, in one engine that reads what is not in memory."""
+    tokens, warm = texts[0], o.tokens // _WARM
+    checks = list[bytes]()
     with opened(model, o, EngineConfig().policy) as engine:
         state = engine.new_state()
+        engine.begin_request(state)
+        for token in texts[1]:
+            engine.extend(state, [token])
+        engine.end_request(state.request, counts=True)
+        state.truncate(0)
         engine.begin_request(state)
         for place, token in enumerate(tokens):
             if place == warm:
@@ -188,9 +197,10 @@ def main() -> None:
     model = routed(o.cache, _NAME, config, ROUTING)
     model.ours("q4")
     texts = [text(ROUTING, fitted(config, ROUTING), o.tokens, 0, seed) for seed in (0, 1)]
-    replica = run_replica(model, texts[0], o)
+    replica = run_replica(model, texts, o)
     counted = o.tokens - o.tokens // _WARM
     with pipeline(model, o) as (engine, back):
+        run_pipeline(engine, back, texts[1:])
         one_s, (one,) = run_pipeline(engine, back, texts[:1])
         two_s, (two, _) = run_pipeline(engine, back, texts)
     assert one == two == replica.pop("checks"), "the logits differ"
