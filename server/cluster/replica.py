@@ -7,6 +7,7 @@ answer. So every endpoint, stream and error is the one of a single machine.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, MutableMapping
 from contextlib import suppress
@@ -27,7 +28,7 @@ from moeinf.server.engines.jobs import ROUTED
 from moeinf.server.engines.model_manager import Loaded
 
 _MOST_PREFIXES = 1 << 12  # published per model
-_MOST_OBSERVED = 32  # published at a time
+_MOST_OBSERVED = 64  # requests, published at a time
 _MOST_NAMES = 64  # of models, as clients write them
 _GOODBYE_S = 5.0  # for an answer whose client has gone to end by itself
 _QUEUE = 64  # messages of an answer that the doors have not taken
@@ -38,7 +39,8 @@ class _Model:
 
     def __init__(self) -> None:
         self.prefixes: OrderedDict[int, None] = OrderedDict()
-        self.observed: list[Observed] = []
+        self.observed: OrderedDict[int, Observed] = OrderedDict()  # by request; of two threads
+        self._lock = threading.Lock()
         self._worker: ReferenceType[Any] | None = None  # when it changes, its KV is gone
         self.number = 0
 
@@ -54,8 +56,10 @@ class _Model:
         """Note a request's routing so far, or in the end. The engine's thread calls this."""
         if eam is None:
             return
-        self.observed.append(Observed(asked.number, eam.prefill + eam.decode, ended))
-        del self.observed[:-_MOST_OBSERVED]
+        with self._lock:
+            self.observed[asked.number] = Observed(asked.number, eam.prefill + eam.decode, ended)
+            while len(self.observed) > _MOST_OBSERVED:
+                self.observed.popitem(last=False)
 
     def publish(self, loaded: Loaded) -> Published | None:
         """Return what is to be known about the model; None while it has no engine."""
@@ -67,7 +71,9 @@ class _Model:
             self.prefixes.clear()
         self._worker = ref(loaded.worker)
         table = engine.store.host.table
-        observed, self.observed = tuple(self.observed), []
+        with self._lock:
+            observed = tuple(self.observed.values())
+            self.observed.clear()
         self.number += 1
         cells = np.arange(table.cells)
         return Published(self.number, table.resident(cells), frozenset(self.prefixes), observed)

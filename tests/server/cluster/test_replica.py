@@ -55,11 +55,8 @@ def test_a_replica_answers_and_publishes(
             stats = replica.record_routing_stats()
             published = stats["models"]["demo"]
             assert isinstance(published, Published)
-            prompt, observed = published.observed
-            assert (prompt.number, prompt.ended) == (asked.number, False)
+            (observed,) = published.observed
             assert (observed.number, observed.ended) == (asked.number, True)
-            assert 0 < prompt.eam.sum() < observed.eam.sum()
-            assert (prompt.eam <= observed.eam).all()
             layers, experts = observed.eam.shape
             assert published.resident.shape == (layers * experts,)
             assert 0 < published.resident.sum() <= 0.5 * layers * experts + 1
