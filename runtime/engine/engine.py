@@ -296,10 +296,9 @@ class Engine:
                 with device_faults(), self.memory:
                     try:
                         return compute()
-                    except scarce:
-                        raise
-                    except BaseException:
-                        self.store.abandon()  # before a move of another thread
+                    except BaseException as error:
+                        if not isinstance(error, scarce):
+                            self.store.abandon()  # before a move of another thread
                         raise
             except scarce as error:
                 words = str(error)
@@ -341,9 +340,7 @@ class Engine:
                 break
         if given == 0:
             return  # the budget had room for it
-        words = (
-            f"CUDA itself takes {format_bytes(excess.size_bytes)} more than was counted for it: "
-        )
+        words = f"CUDA itself takes {format_bytes(excess.size_bytes)} more than counted: "
         words += f"{given} device slots given back" if given else "--device-memory is exceeded"
         self.notes.append(words)
 

@@ -172,8 +172,7 @@ async def _answer(
         return Answer(form.end("load"))
     constrain = json_of(asked.format, getattr(asked, "tools", ()))
     count = asked.top_logprobs if asked.logprobs else None
-    kept = asked.keep_prefix
-    said_by = options.sampling, options.limits
+    said_by, kept = (options.sampling, options.limits), asked.keep_prefix
     job = Job(turn.prepare, *said_by, lambda _: None, count, constrain, kept=kept)
     answer = events(loaded, job, request)
     first = await anext(answer)

@@ -20,7 +20,7 @@ from moeinf.cli.main import command_line
 from moeinf.runtime.hub.aliases import entry_of
 
 ROOT = Path(__file__).parents[2]
-PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/performance/*.md")]
 BLOCK = re.compile(r"^( *)```(sh|console|text)\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
 OURS = re.compile(r"(?:^|&& |\w=\S+ |exec moeinf )(moeinf [a-z].*)")
 PROGRAM = re.compile(r"(?:^|&& )python (?:-m (\w[\w.]*)|(\w+/[\w/]+\.py))(.*)")
