@@ -88,7 +88,7 @@ def test_the_heat_map_follows_the_frames(server: str, open_pane: Open) -> None:
     for words in ("77 of 77 slots", "115 of 192", "12.3", "1 running, 2 waiting", "MB/s"):
         expect(page.locator(".panes")).to_contain_text(words)
     canvas.hover(position={"x": 15, "y": 15})
-    expect(page.locator(".panes-told")).to_contain_text("Layer 3, expert 1: on disk, heat 1 of 15")
+    expect(page.locator(".panes-told")).to_contain_text("Layer 3, expert 1: in RAM, heat 1 of 15")
     page.mouse.move(0, 0)
     canvas.focus()
     page.keyboard.press("ArrowUp")
