@@ -42,12 +42,13 @@ def _memory(found: Outlook, sizes: str) -> list[tuple[str, str]]:
     size, placement, slots = format_bytes, found.placement, found.manifest.slots
     machine, gpu = found.machine, found.placement.on_device
     free = size(max(0, machine.free_ram_bytes))
-    needed = f"{size(placement.peak_bytes)} needed, {free} free of {size(machine.ram_bytes)}"
+    needed = size(placement.peak_bytes - placement.prefix_bytes)
+    ram = f"{needed} needed, {free} free of {size(machine.ram_bytes)}"
     disk = f"{size(machine.free_disk_bytes)} free of {size(machine.disk_bytes)}"
     form = "" if placement.kv == "full" else f" in {placement.kv}"
     return [
         ("sizes", sizes),
-        ("RAM", needed),
+        ("RAM", ram),
         ("disk", f"{size(found.model_bytes)}{_pulled(found)}, {disk}"),
         (
             "experts in RAM",
@@ -58,7 +59,7 @@ def _memory(found: Outlook, sizes: str) -> list[tuple[str, str]]:
         *([] if gpu is None else device_fields(gpu, found.miss, found.bus)),
         ("dense weights", size(placement.dense_bytes)),
         ("KV cache", f"{size(placement.kv_bytes)} for {placement.context} tokens{form}"),
-        ("prefix cache", f"at most {size(placement.prefix_bytes)}"),
+        ("prefix cache", f"at most {size(placement.prefix_bytes)} more"),
         *_tables(found),
         *_draft(placement),
         ("scratch", f"at most {size(placement.scratch_bytes)}"),
