@@ -138,9 +138,7 @@ def test_experts_make_room_for_what_cuda_takes(
     fake.configure(f"context={OWN + CODE_BYTES + 2 * SLOT + 1}")
     engine.end_request(request, counts=False)
     (note,) = engine.take_notes()
-    assert note == (
-        "CUDA itself takes 96.0 KiB more than counted: 5 device slots given back"
-    )
+    assert note == ("CUDA itself takes 96.0 KiB more than counted: 5 device slots given back")
     assert engine.gpu is not None
     assert fake.count("allocated") == 35 * SLOT  # and a sixteenth of all is a reserve
     device = engine.gpu.device
