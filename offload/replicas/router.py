@@ -7,8 +7,9 @@
 Ranks (a) and (b) choose only within the load band: among replicas that have at most `band` requests
 more than the least loaded one. `session` and `random` ignore the load.
 
-Does not know how requests travel, nor time. A signature comes from n-grams (signatures.py). Once
-a replica has published the EAM of a request, later turns of its conversation use that EAM.
+Does not know the time, or how a request reaches a replica. A signature comes from n-grams
+(signatures.py). After a replica has published the EAM of a request, later turns of its conversation
+use that EAM.
 """
 
 from __future__ import annotations
