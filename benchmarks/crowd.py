@@ -15,7 +15,6 @@ import json
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -23,14 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from benchmarks.calibrated import named
 from benchmarks.demo import prompts
-from benchmarks.models import RaceModel
-from benchmarks.server import Result, Server, serving
-from benchmarks.shapes import SHAPES, shape
-from moeinf.cli.commands.models.pull import ensure
-from moeinf.cli.output import Output
-from moeinf.runtime.config import Settings, read_environment
+from benchmarks.server import Result, Server, model_of, serving
+from benchmarks.shapes import SHAPES
+from moeinf.runtime.config import read_environment
 from moeinf.runtime.jobs.bench import machine
 
 _CONTEXT = "1024"
@@ -177,14 +172,7 @@ def _both(alone: Sequence[float], crowded: Sequence[float]) -> Result:
 
 def main() -> None:
     o = _options()
-    with tempfile.TemporaryDirectory() as text:
-        if o.shape == "demo":
-            home, model = Path(text), "demo:bf16"
-            ensure(model, Settings(home), Output(quiet=True))
-        else:
-            made = RaceModel(o.cache, named(o.shape, o.layers), shape(o.shape, o.layers))
-            made.ours(o.tag)
-            home, model = made.settings.home, f"{made.name}:{o.tag}"
+    with model_of(o) as (home, model):
         found = measure(home, model, o)
     about = {"model": model, "command": " ".join(sys.argv), "machine": machine()}
     print(json.dumps(found | about, indent=1))

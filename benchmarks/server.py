@@ -186,6 +186,19 @@ def _spread(ratios: Sequence[float]) -> Result:
     }
 
 
+@contextmanager
+def model_of(o: argparse.Namespace) -> Iterator[tuple[Path, str]]:
+    """Yield a home and the name of the model in it: the demo, or a shape with random weights."""
+    if o.shape == "demo":
+        with tempfile.TemporaryDirectory() as home:
+            ensure("demo:bf16", Settings(Path(home)), Output(quiet=True))
+            yield Path(home), "demo:bf16"
+        return
+    made = RaceModel(o.cache, named(o.shape, o.layers), shape(o.shape, o.layers))
+    made.ours(o.tag)
+    yield made.settings.home, f"{made.name}:{o.tag}"
+
+
 def main() -> None:
     o = _options()
     if on_slow_drive("benchmarks.server", o.drive):
@@ -193,17 +206,9 @@ def main() -> None:
     if o.what == "start":
         found = start(o.rounds)
     else:
-        with tempfile.TemporaryDirectory() as text:
-            if o.shape == "demo":
-                home, model = Path(text), "demo:bf16"
-                ensure(model, Settings(home), Output(quiet=True))
-            else:
-                made = RaceModel(o.cache, named(o.shape, o.layers), shape(o.shape, o.layers))
-                made.ours(o.tag)
-                home, model = made.settings.home, f"{made.name}:{o.tag}"
-            found = (memory(home, model) if o.what == "memory" else throughput(home, model, o)) | {
-                "model": model
-            }
+        with model_of(o) as (home, model):
+            found = memory(home, model) if o.what == "memory" else throughput(home, model, o)
+            found["model"] = model
     found |= {"command": " ".join(sys.argv), "machine": machine()}
     print(json.dumps(found, indent=1))
 

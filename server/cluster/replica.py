@@ -39,7 +39,7 @@ class _Model:
 
     def __init__(self) -> None:
         self.prefixes: OrderedDict[int, None] = OrderedDict()
-        self.observed: OrderedDict[int, Observed] = OrderedDict()  # by request; of two threads
+        self.observed: OrderedDict[int, Observed] = OrderedDict()  # by request; two threads use it
         self._lock = threading.Lock()
         self._worker: ReferenceType[Any] | None = None  # when it changes, its KV is gone
         self.number = 0
