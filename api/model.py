@@ -25,7 +25,7 @@ from moeinf.runtime.invalid import InvalidValue
 from moeinf.runtime.jobs.ensure import ensure
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.requests import Form, Limits, Message, SamplingOptions
-from moeinf.runtime.sizes import Progress, parse_memory
+from moeinf.runtime.sizes import Progress, parse_memory_or_auto
 from moeinf.runtime.text.reasoning import Kind
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Model:
     ) -> None:
         """Load a model as `moeinf run` does; one that is absent is pulled first.
 
-        memory     RAM for experts: "6GiB", bytes, or a share of all experts ("30%")
+        memory     RAM for experts: "6GiB", bytes, a share of all experts ("30%"), or "auto"
         context    tokens of a conversation
         languages  the source's and the target's, for a translation model: ("eng_Latn", "fra_Latn")
         trace      add what requests route to the model's EAMC
@@ -79,7 +79,7 @@ class Model:
         if home is not None:
             settings = replace(settings, home=Path(home).expanduser().absolute(), more_homes=())
         config = EngineConfig(
-            memory=settings.memory if memory is None else parse_memory(str(memory)),
+            memory=settings.memory if memory is None else parse_memory_or_auto(str(memory)),
             context=context,
             policy=policy,
             threads=threads,

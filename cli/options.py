@@ -38,6 +38,13 @@ def _memory(text: str) -> MemorySize:
         raise typer.BadParameter(str(error)) from error
 
 
+_AUTO_MEMORY = MemorySize()  # what `--memory auto` becomes; None is an option that is not given
+
+
+def _memory_or_auto(text: str) -> MemorySize:
+    return _AUTO_MEMORY if text.strip() == "auto" else _memory(text)
+
+
 def memory_or_auto(text: str) -> str:
     """Return the text of a memory size, or `auto`, which a server parses again."""
     if text.strip() != "auto":
@@ -166,9 +173,9 @@ AllColumns = Annotated[bool, typer.Option("--verbose", help="All columns.")]
 Memory = Annotated[
     MemorySize | None,
     typer.Option(
-        parser=_memory,
-        metavar="SIZE",
-        help="RAM for experts: 6MiB, 4GB, 50% of them. Default: what is free.",
+        parser=_memory_or_auto,
+        metavar="SIZE|auto",
+        help="RAM for experts: 6MiB, 4GB, 50% of them. Default: auto, what is free.",
         show_default=False,
     ),
 ]
@@ -339,8 +346,9 @@ def engine_config(
     mtp: bool = True,
 ) -> EngineConfig:
     """Return the configuration: options override the environment, which overrides defaults."""
+    memory = memory or settings.memory
     return EngineConfig(
-        memory=memory or settings.memory,
+        memory=None if memory == _AUTO_MEMORY else memory,
         context=context,
         policy=policy,
         threads=threads or None,

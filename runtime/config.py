@@ -17,7 +17,7 @@ from moeinf.offload.gpu_tier.miss_split import Miss
 from moeinf.offload.policy.names import DEFAULT_POLICY
 from moeinf.runtime.invalid import InvalidValue
 from moeinf.runtime.names import ModelName, expand
-from moeinf.runtime.sizes import MemorySize, parse_memory, parse_size
+from moeinf.runtime.sizes import MemorySize, parse_memory_or_auto, parse_size
 
 Size = TypeVar("Size", int, None)
 Wanted = Literal["auto", "cpu", "cuda"]  # the values of --device
@@ -262,9 +262,9 @@ def _kv(text: str) -> Kv:
         raise InvalidValue(f"MOEINF_KV: {error}") from error
 
 
-def _memory(text: str) -> MemorySize:
+def _memory(text: str) -> MemorySize | None:
     try:
-        return parse_memory(text)
+        return parse_memory_or_auto(text)
     except InvalidValue as error:
         raise InvalidValue(f"MOEINF_MEMORY: {error}") from error
 

@@ -37,7 +37,7 @@ from moeinf.runtime.config import (
     read_server_environment,
 )
 from moeinf.runtime.machine.network_home import check_replica_home
-from moeinf.runtime.sizes import MemorySize, parse_memory
+from moeinf.runtime.sizes import MemorySize, parse_memory_or_auto
 from moeinf.server.cluster.doors import Doors
 from moeinf.server.cluster.failures import NoCluster
 from moeinf.server.cluster.replica import Replica
@@ -97,7 +97,7 @@ def build(args: Mapping[str, Any]) -> Application:
     Raises InvalidValue, and ValidationError for fields that Arguments does not have.
     """
     arguments = Arguments.model_validate(args)
-    memory = None if arguments.memory is None else parse_memory(arguments.memory)
+    memory = None if arguments.memory is None else parse_memory_or_auto(arguments.memory)
     config = EngineConfig(memory=memory, context=arguments.ctx, policy=arguments.policy)
     settings = ClusterSettings(
         arguments.router,

@@ -40,6 +40,12 @@ def test_an_answer(model: Model) -> None:
     assert 0 < answer.stats["hit_rate"] <= 1
 
 
+def test_memory_that_is_free(demo_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEINF_MEMORY", "393215")
+    with Model("demo:bf16", home=demo_home, memory="auto", trace=False) as opened:
+        assert str(opened.generate(SUM, temperature=0)) == "42"
+
+
 def test_options(model: Model) -> None:
     assert model.generate(SUM, temperature=0, max_tokens=1).finish_reason == "length"
     assert model.generate(SUM, temperature=0, stop="2").text == "4"

@@ -74,6 +74,7 @@ def test_settings_that_are_invalid(name: str, value: str) -> None:
 def test_engines_that_cannot_be() -> None:
     with pytest.raises(InvalidValue):
         read_environment({"MOEINF_MEMORY": "much"})
+    assert read_environment({"MOEINF_MEMORY": "auto"}).memory is None
     with pytest.raises(InvalidValue, match="MOEINF_KV: 'q9' is invalid"):
         read_environment({"MOEINF_KV": "q9"})
     assert read_environment({"MOEINF_KV": "q8"}).kv == "q8"

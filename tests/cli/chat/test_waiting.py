@@ -47,18 +47,20 @@ def use(pty: Pty, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_one_answer(pty: Pty, monkeypatch: pytest.MonkeyPatch) -> None:
     use(pty, monkeypatch)
-    begin, extend = Opener.open, Engine.extend
+    begin, extend_all = Opener.open, Engine.extend_all
 
     def slow_open(self: Opener, *given: Any) -> Any:
         pty.wait_for("loading demo:bf16")
         return begin(self, *given)
 
-    def slow_extend(self: Engine, state: Any, ids: Any) -> Any:
-        pty.wait_for(f"reading the prompt {state.length}/363 tokens")
-        return extend(self, state, ids)
+    def slow_extend_all(self: Engine, texts: Any) -> Any:
+        state, ids = texts[0]
+        if len(ids) > 1:
+            pty.wait_for(f"reading the prompt {state.length}/363 tokens")
+        return extend_all(self, texts)
 
     monkeypatch.setattr(Opener, "open", slow_open)
-    monkeypatch.setattr(Engine, "extend", slow_extend)
+    monkeypatch.setattr(Engine, "extend_all", slow_extend_all)
     line = ["run", "demo", "17+25=" * 60, "--max-tokens", "4", "--temperature", "0"]
     assert answer(line) == 0
     lines = Screen(100).feed(pty.rest()).lines

@@ -96,6 +96,8 @@ def test_memory_from_the_environment(moeinf: Command) -> None:
     assert refused.code == 1
     assert "at least 393216 bytes" in refused.err
     assert "--memory 393216" in refused.err
+    automatic = moeinf("run", "demo", "17+25=", "--memory", "auto", MOEINF_MEMORY="393215")
+    assert automatic.out == "42\n"
 
 
 @pytest.mark.parametrize(

@@ -101,3 +101,11 @@ def test_why_replicas_do_not_start(told: str, words: str, monkeypatch: pytest.Mo
     status = {"moeinf": SimpleNamespace(deployments={"replica": SimpleNamespace(message=told)})}
     monkeypatch.setattr(launch.serve, "status", lambda: SimpleNamespace(applications=status))
     assert launch._why(RuntimeError("the deployment")).startswith(words)
+
+
+@pytest.mark.parametrize("memory", [None, "auto"])
+def test_a_replica_takes_what_is_free(memory: str | None) -> None:
+    from moeinf.server.cluster.launch import build
+
+    doors = build({"memory": memory})._bound_deployment
+    assert "memory" not in doors.init_args[0]._bound_deployment.ray_actor_options
