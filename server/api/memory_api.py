@@ -7,6 +7,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
+from moeinf.offload.store.budget import DoesNotFit
 from moeinf.runtime.sizes import parse_memory_or_auto
 from moeinf.server.api.answers import BadRequest
 from moeinf.server.api.fields.optional import Said
@@ -33,7 +34,12 @@ async def memory(asked: MemoryRequest, request: Request) -> dict[str, Any]:
     if engine is None:
         raise BadRequest(f"{name} is not loaded", "model")
     size = parse_memory_or_auto(str(asked.memory))
-    await asyncio.to_thread(engine.set_memory, size)
+    try:
+        await asyncio.to_thread(engine.set_memory, size)
+    except DoesNotFit as error:
+        if size is not None:
+            error.http_status = 400  # the same request fails at any time
+        raise
     info = engine.info
     return {
         "model": str(name),

@@ -1,10 +1,14 @@
 """Test requests generated from the OpenAPI document.
 
-None may cause an internal error, and each answer has a status and a form of the document.
+None may cause an error of the server, and each answer has a status and a form of the document.
+For more requests to each operation, and others:
+
+    MOEINF_REQUESTS=300 MOEINF_SEED=2 pytest -m full tests/server/api/test_openapi.py
 """
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -19,11 +23,14 @@ FORMS = [
     checks.response_schema_conformance,
 ]
 
+MANY = int(os.environ.get("MOEINF_REQUESTS", "24"))
+SEED = int(os.environ.get("MOEINF_SEED", "1"))
+
 # They remove, add or fetch models: fewer requests, none of which names a model that exists.
 APART = ("/api/delete", "/api/copy", "/api/pull", "/api/plan", "/api/create", "/api/blobs/{digest}")
 
 
-@pytest.mark.parametrize("most", [6, pytest.param(24, marks=pytest.mark.full)])
+@pytest.mark.parametrize("most", [6, pytest.param(MANY, marks=pytest.mark.full)])
 def test_no_request_is_answered_with_a_fault_of_ours(
     address: str, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -35,7 +42,7 @@ def test_no_request_is_answered_with_a_fault_of_ours(
         paths.add(operation.path)
         count = most // 3 if operation.path in APART else most
 
-        @seed(1)
+        @seed(SEED)
         @settings(
             max_examples=count,  # drawing a body takes longer than its request
             deadline=None,
@@ -52,7 +59,7 @@ def test_no_request_is_answered_with_a_fault_of_ours(
             answer = case.call(base_url=address, timeout=20)
             statuses.add(answer.status_code)
             asked.add(case.path)
-            if answer.status_code >= 500 and answer.status_code != 503:
+            if answer.status_code >= 500:
                 faults.append((case.method, case.path, answer.status_code, answer.text[:200]))
             case.validate_response(answer, checks=FORMS)
 
