@@ -4,7 +4,7 @@ import { attachments, settings } from "./ask.js";
 import * as tree from "./branches.js";
 import * as history from "./history.js";
 import { markdown } from "./markdown.js";
-import { bytes, el, figure, percent } from "./parts.js";
+import { bytes, confirmation, el, figure, percent } from "./parts.js";
 import { Unreachable } from "./shell.js";
 
 const DRAW_MS = 100; // between two drawings of an answer that grows
@@ -23,8 +23,10 @@ export function mount(section, shell) {
   const form = el("form", { class: "ask", novalidate: true }, files.list, text,
     el("div", { class: "buttons" }, files.button, files.choose, stop, send), chosen.node);
   const fresh = el("button", { type: "button", text: "New chat", click: () => open(tree.conversation(shell.model())) });
-  const past = el("details", { class: "past" }, el("summary", { text: "History" }));
-  section.append(el("div", { class: "bar" }, fresh, past), said, told, form);
+  const kept = el("div"); // not the summary, which would lose the focus
+  const past = el("details", { class: "past" }, el("summary", { text: "History" }), kept);
+  const ask = confirmation("chats-asked");
+  section.append(el("div", { class: "bar" }, fresh, past), said, told, form, ask.node);
   let talk = tree.conversation(shell.model()), control = null;
 
   function open(other) {
@@ -225,12 +227,13 @@ export function mount(section, shell) {
         past.firstElementChild.focus();
         list();
       } })));
-    past.replaceChildren(past.firstElementChild, el("ul", {}, ...rows), el("div", { class: "buttons" },
+    kept.replaceChildren(el("ul", {}, ...rows), el("div", { class: "buttons" },
       el("button", { type: "button", text: "Export", disabled: !talks.length, click: () => save(talks) }),
       el("button", { type: "button", text: "Delete all", disabled: !talks.length, click: async () => {
-        if (!window.confirm("Delete all chats of this browser?")) return;
+        if (!await ask.confirmed(`Delete all ${talks.length} chats of this browser?`)) return;
         leave();
         await history.clear();
+        past.firstElementChild.focus();
         list();
       } })));
   }

@@ -1,6 +1,6 @@
 // The pane Models: what is installed, whether it runs here, and how it comes, is checked and goes.
 
-import { bytes, el, facts, say } from "./parts.js";
+import { bytes, confirmation, el, facts, say } from "./parts.js";
 import { planOf } from "./plan.js";
 
 export function mount(section, shell) {
@@ -13,7 +13,7 @@ export function mount(section, shell) {
   const coming = el("div"), planned = el("div");
   const state = el("p", { class: "panes-state" }), cards = el("ul", { class: "panes-cards" });
   const heading = el("h2", { tabindex: "-1", text: "Models" });
-  const ask = confirmation();
+  const ask = confirmation("models-asked");
   section.append(el("div", { class: "panes" }, heading,
     el("form", { class: "panes-pull", submit: begin },
       el("label", { for: "panes-name" }, "A model to add", name), look, pull),
@@ -165,26 +165,6 @@ export function mount(section, shell) {
     hide() {
       if (shown) listing?.abort(); // pulls and checks go on
       shown = false;
-    },
-  };
-}
-
-// A dialog that asks before something is lost. confirmed: whether the answer was yes.
-function confirmation() {
-  const question = el("p", { id: "panes-question" });
-  const [no, yes] = [["Keep", "no"], ["Delete", "yes"]].map(([text, value]) => el("button", { value, text }));
-  no.autofocus = true;
-  const node = el("dialog", { "aria-labelledby": "panes-question" },
-    el("form", { method: "dialog" }, question, el("div", { class: "panes-buttons" }, no, yes)));
-  return {
-    node,
-    confirmed(text) {
-      question.textContent = text;
-      node.returnValue = "";
-      node.showModal();
-      return new Promise((resolve) => {
-        node.addEventListener("close", () => resolve(node.returnValue === "yes"), { once: true });
-      });
     },
   };
 }

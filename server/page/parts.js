@@ -1,4 +1,4 @@
-// Small pieces that both panes use: DOM nodes, numbers in words, sharp canvases.
+// Small pieces that the panes use: DOM nodes, numbers in words, sharp canvases, a question.
 
 // Return an element. Text is set as text, never as markup; a value that is a function is a listener.
 export function el(tag, about = {}, ...children) {
@@ -87,3 +87,23 @@ export function rgb(text) {
 }
 
 export const calm = window.matchMedia("(prefers-reduced-motion: reduce)");
+
+// A dialog that asks before something is lost. id: of its text; confirmed: whether the answer was yes.
+export function confirmation(id) {
+  const question = el("p", { id });
+  const [no, yes] = [["Keep", "no"], ["Delete", "yes"]].map(([text, value]) => el("button", { value, text }));
+  no.autofocus = true;
+  const node = el("dialog", { "aria-labelledby": id },
+    el("form", { method: "dialog" }, question, el("div", { class: "buttons" }, no, yes)));
+  return {
+    node,
+    confirmed(text) {
+      question.textContent = text;
+      node.returnValue = "";
+      node.showModal();
+      return new Promise((resolve) => {
+        node.addEventListener("close", () => resolve(node.returnValue === "yes"), { once: true });
+      });
+    },
+  };
+}
