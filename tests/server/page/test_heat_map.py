@@ -1,0 +1,139 @@
+"""Test what the heat map shows: colour, brightness, flash and numbers of known experts."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from typing import Any
+
+import pytest
+
+Colour = tuple[int, int, int]
+DISK, RAM, GPU, READING, USED = 0, 1, 2, 4, 8
+LAYERS, EXPERTS = 2, 4
+# Cells by layer: the heat is in bits 4 to 7.
+BEFORE = [DISK, RAM | 15 << 4, RAM | 3 << 4, GPU | 15 << 4, READING, RAM | 15 << 4, DISK, DISK]
+FLASHED, FADED = 1, 5
+PIXEL = """(canvas, [across, down]) => {
+  const box = canvas.getBoundingClientRect(), ratio = canvas.width / box.width;
+  const [x, y] = [across * box.width * ratio, down * box.height * ratio].map(Math.floor);
+  return [...canvas.getContext("2d").getImageData(x, y, 1, 1).data].slice(0, 3);
+}"""
+
+GROUND = """(one) => getComputedStyle(one).getPropertyValue("--panes-ground").trim().slice(1)
+  .match(/../g).map((part) => parseInt(part, 16))"""
+
+
+def line(cells: list[int], number: int) -> str:
+    tier = {"experts": 3, "slots": 5, "bytes": 3 << 20}
+    frame = {
+        "model": "demo:bf16", "layers": LAYERS, "experts": EXPERTS, "layer_numbers": [3, 4],
+        "map": base64.b64encode(bytes(cells)).decode(), "hits": 3 * number, "misses": number,
+        "hit_rate": 0.75, "read_bytes_per_s": 2e6 * number, "bus_bytes_per_s": 7e6,
+        "tiers": {"disk": {"experts": 4}, "ram": tier, "gpu": {**tier, "experts": 1, "slots": 2}},
+        "budget_bytes": 9, "in_flight": 1, "tokens_per_s": 2.5,
+        "queue": {"running": 1, "waiting": 0}, "time": 100 + number,
+        "prediction": {"read_bytes": 4096, "used_bytes": 300, "wasted_bytes": 100,
+                       "hits_hinted": 7, "hits_predicted": 5},
+    }  # fmt: skip
+    return json.dumps(frame) + "\n"
+
+
+def opened(page: Any, address: str) -> Any:
+    """Show two frames: first one expert is used, then another; return the map."""
+    frames = [list(BEFORE), list(BEFORE)]
+    frames[0][FADED] |= USED
+    frames[1][FLASHED] |= USED
+    body = "".join(line(cells, number) for number, cells in enumerate(frames, 1))
+    page.route("**/api/experts?*", lambda route: route.fulfill(body=body))
+    page.goto(f"{address}/#experts")
+    page.wait_for_selector("canvas.panes-map")
+    return page.locator("canvas.panes-map")
+
+
+def middle(cell: int) -> list[float]:
+    row, column = divmod(cell, EXPERTS)
+    return [(column + 0.5) / EXPERTS, (row + 0.5) / LAYERS]
+
+
+def colours(canvas: Any) -> list[Colour]:
+    return [tuple(canvas.evaluate(PIXEL, middle(cell))) for cell in range(LAYERS * EXPERTS)]
+
+
+def legend(page: Any, words: str) -> Colour:
+    key = page.locator(".panes-legend li").filter(has_text=words).locator("span")
+    text = key.evaluate("one => getComputedStyle(one).backgroundColor")
+    red, green, blue = map(int, re.findall(r"\d+", text))
+    return red, green, blue
+
+
+def apart(one: Colour, other: Colour) -> int:
+    return sum(abs(a - b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("look", ["light", "dark"])
+def test_colour_is_the_tier_brightness_the_heat_and_a_flash_the_use(
+    page: Any, address: str, look: str
+) -> None:
+    page.emulate_media(color_scheme=look)
+    canvas = opened(page, address)
+    found = colours(canvas)
+    ram, gpu, disk = (legend(page, words) for words in ("in RAM", "on the GPU", "on disk"))
+    flash = legend(page, "used now")
+    assert (found[3], found[4]) == (gpu, legend(page, "being read"))
+    ground = page.locator(".panes").first.evaluate(GROUND)
+    for cell, tier, heat in ((2, ram, 3), (0, disk, 0)):
+        strength = 0.3 + 0.7 * heat / 15
+        mixed = [g + (t - g) * strength for g, t in zip(ground, tier, strict=True)]
+        assert found[cell] == pytest.approx(mixed, abs=1)
+    assert 0 < apart(found[FLASHED], flash) < apart(found[FADED], flash) < apart(ram, flash)
+    page.emulate_media(color_scheme=look, reduced_motion="reduce")
+    page.reload()
+    page.wait_for_selector("canvas.panes-map")
+    still = colours(canvas)
+    assert still[FLASHED] == still[FADED] == ram  # nothing flashes
+
+
+@pytest.mark.parametrize(
+    ("cell", "words"),
+    [
+        (0, "Layer 3, expert 0: on disk, heat 0 of 15"),
+        (FLASHED, "Layer 3, expert 1: in RAM, heat 15 of 15, used now"),
+        (2, "Layer 3, expert 2: in RAM, heat 3 of 15"),
+        (3, "Layer 3, expert 3: on the GPU, heat 15 of 15"),
+        (4, "Layer 4, expert 0: on disk, heat 0 of 15, being read"),
+    ],
+)
+def test_a_pointer_on_a_cell_tells_its_numbers(
+    page: Any, address: str, cell: int, words: str
+) -> None:
+    canvas = opened(page, address)
+    box = canvas.bounding_box()
+    across, down = middle(cell)
+    canvas.hover(position={"x": across * box["width"], "y": down * box["height"]})
+    assert page.locator(".panes-told").inner_text() == words
+
+
+def test_bars_figures_and_lines_of_the_last_minutes(page: Any, address: str) -> None:
+    canvas = opened(page, address)
+    words = "2 layers of 4 experts: 3 in RAM, 1 on the GPU, 4 on disk"
+    assert canvas.get_attribute("aria-label") == words
+    bars = page.locator(".panes-bar output").all_inner_texts()
+    assert bars == ["1 of 2 slots, 3.0 MiB", "3 of 5 slots, 3.0 MiB", "4 of 8"]
+    shares = page.locator(".panes-bar progress").evaluate_all("all => all.map((one) => one.value)")
+    assert shares == [1 / 8, 3 / 8, 4 / 8]
+    shown = page.locator(".panes").first.inner_text()
+    for text in ("7.0 MB/s", "2.5", "75.0 %", "1 running, 0 waiting"):
+        assert text in shown
+    assert page.locator(".panes-guess").inner_text() == (
+        "Read ahead: 4.0 KiB. 75 % of what is settled was used. "
+        "Hits by it: 7 from the next layer's gate, 5 from the prediction."
+    )
+    now = dict(zip(("hits", "disk"), page.locator(".panes-now").all_inner_texts(), strict=True))
+    assert now == {"hits": "75.0 %", "disk": "4.0 MB/s"}
+    disk = page.get_by_role("img", name=re.compile("Disk in the last 3 minutes"))
+    drawn = (
+        "one => one.getContext('2d').getImageData(0, 0, one.width, one.height).data.some(Boolean)"
+    )
+    assert disk.evaluate(drawn)
