@@ -40,6 +40,21 @@ def test_the_lines_fit_the_screen(columns: int, rows: int) -> None:
     assert max(map(len, lines)) <= columns
 
 
+def test_a_sparkline_rises_to_the_most_of_what_it_shows() -> None:
+    history = History()
+    for tokens in (0.0, 1.0, 4.0, 8.0):
+        history.add(frame(tokens_per_s=tokens, read_bytes_per_s=8 - tokens))
+    lines = lines_of(frame(tokens_per_s=8.0), history, 80, 24)
+    speeds = {
+        line.split()[0]: line for line in lines if line.startswith(("tokens/s", "disk", "bus"))
+    }
+    assert speeds["tokens/s"].split()[1:] == ["8.0", "▁▄█"]
+    assert speeds["disk"].endswith("  █▇▄ ")
+    assert speeds["bus"].endswith("  ████")
+    plain = lines_of(frame(), history, 80, 24, ascii_only=True)
+    assert all(line.isascii() for line in plain)
+
+
 def test_a_name_of_a_server_moves_no_cursor() -> None:
     lines = lines_of(frame(model="m\x1b[2J"), History(), 80, 24)
     assert not any("\x1b" in line for line in lines)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,7 +20,7 @@ from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.sizes import parse_memory
 from moeinf.server.api import experts_api
-from moeinf.server.engines.expert_map import GPU, RAM, USED, ExpertMap, map_of
+from moeinf.server.engines.expert_map import GPU, RAM, READING, USED, ExpertMap, map_of
 from moeinf.server.engines.worker import Worker
 from tests.server.conftest import serving
 
@@ -72,6 +73,13 @@ def test_the_map_is_the_stores_residency_and_its_last_routing(engine: Engine) ->
     assert frame["layer_numbers"] == list(range(frame["layers"]))
     assert (cells_of(frame) & USED).any()
     assert not (cells_of(watched.frame()) & USED).any()  # nothing since
+    store.stats.bytes_read += 3000
+    store.stats.bus_bytes += 1000
+    moved = watched.frame()
+    assert moved["read_bytes_per_s"] == pytest.approx(3 * moved["bus_bytes_per_s"])
+    assert moved["bus_bytes_per_s"] > 0
+    assert moved["budget_bytes"] == engine.info.placement.memory_bytes
+    assert moved["queue"] == {"running": 1, "waiting": 2}
     worker.engine = None
     assert watched.gone
 
@@ -106,6 +114,10 @@ def test_endpoint_and_stream(demo_home: Path) -> None:
             while not frames[-1]["tokens_per_s"]:  # those before the answer
                 frames.append(json.loads(next(told)))
             assert any((cells_of(frame) & USED).any() for frame in frames)
+            assert any(frame["read_bytes_per_s"] > 0 for frame in frames)
+            frames += [json.loads(next(told)) for _ in range(4)]
+            between = [b["time"] - a["time"] for a, b in pairwise(frames)]
+            assert 0.2 < min(between) < 0.5  # four a second
             body = {"model": "demo", "keep_alive": 0}
             httpx.post(f"{address}/api/generate", json=body, timeout=60)
             list(told)  # it ends with the model
@@ -144,3 +156,16 @@ def test_an_expert_on_the_gpu_and_in_ram_counts_as_on_the_gpu(engine: Engine) ->
     both = SimpleNamespace(host=store.host, above=(upper,), recent=store.recent)
     tiers = map_of(cast(Any, both), 0) & 3
     assert np.flatnonzero(tiers == GPU).tolist() == [first, 191]
+
+
+def test_an_expert_that_is_being_read_is_not_yet_in_ram(engine: Engine) -> None:
+    store = engine.store
+    engine.extend(engine.new_state(), [5, 6, 7])
+    places = store.host.table.places().copy()
+    (absent, *_) = np.flatnonzero(places < 0)
+    places[absent] = -2
+    table = SimpleNamespace(places=lambda: places)
+    reading = SimpleNamespace(host=SimpleNamespace(table=table), above=(), recent=store.recent)
+    found = map_of(cast(Any, reading), 0)
+    assert np.flatnonzero(found & READING).tolist() == [absent]
+    assert found[absent] & 3 == 0
