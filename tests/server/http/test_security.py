@@ -165,6 +165,29 @@ def test_a_refusal_has_the_form_of_its_api(open_address: str) -> None:
     assert (told["code"], type(told["error"])) == ("unknown_host", str)
 
 
+def test_every_operation_refuses_a_foreign_page_name_and_key(open_address: str) -> None:
+    """Read from the OpenAPI document, so that a new endpoint is tested, too."""
+    key = {"Authorization": "Bearer secret"}
+    document = httpx.get(f"{open_address}/openapi.json", headers=key).json()
+    asked = [(m, path) for path, about in document["paths"].items() for m in about]
+    changing = [one for one in asked if one[0] != "get"]
+    assert len(changing) > 15
+    assert {("post", "/api/memory"), ("delete", "/api/delete"), ("post", "/api/pull")} < set(
+        changing
+    )
+    with httpx.Client(base_url=open_address, timeout=60) as client:
+        for method, path in asked:
+            for headers, status in (
+                ({**key, "Origin": "http://evil.example"}, 403),
+                ({**key, "Host": "evil.example"}, 403),
+                ({"Authorization": "Bearer wrong"}, 401),
+            ):
+                if status == 401 and path in ("/", "/health", "/api/version"):
+                    continue
+                answer = client.request(method, path, headers=headers, content=b"{}")
+                assert answer.status_code == status, (method, path, headers)
+
+
 @pytest.mark.parametrize(
     ("method", "path", "code"),
     [
