@@ -94,19 +94,47 @@ def test_a_whole_answer_and_its_stream(client: anthropic.Anthropic, script: Scri
 
 
 def test_the_asynchronous_client(chatml: str, script: Script) -> None:
-    script.say("I add.\n" + CALL)
+    """With thinking and without, whole, as events, and as the stream that its helper collects."""
 
-    async def ask() -> tuple[Any, str, Any]:
+    async def ask(**more: Any) -> tuple[Any, list[Any], str, Any]:
         async with anthropic.AsyncAnthropic(base_url=chatml, api_key="secret") as client:
             about: Any = {"model": "demo", "max_tokens": 300, "messages": ASK, "tools": TOOLS}
+            about |= more
             whole = await client.messages.create(**about)
+            events = [one async for one in await client.messages.create(**about, stream=True)]
             async with client.messages.stream(**about) as stream:
                 text = "".join([piece async for piece in stream.text_stream])
-                return whole, text, await stream.get_final_message()
+                return whole, events, text, await stream.get_final_message()
 
-    whole, text, streamed = asyncio.run(ask())
-    assert blocks_of(whole) == blocks_of(streamed) == SAID[1:3]
-    assert text == "I add."
+    for said, thinking, blocks in (
+        (THOUGHT + "I add.\n" + CALL, {"type": "enabled", "budget_tokens": 1024}, SAID[:3]),
+        ("I add.\n" + CALL, {"type": "disabled"}, SAID[1:3]),
+        ("I add.\n" + CALL, None, SAID[1:3]),
+    ):
+        script.say(said)
+        whole, events, text, streamed = asyncio.run(
+            ask(**({} if thinking is None else {"thinking": thinking}))
+        )
+        assert script.prompts[-1].endswith("<think></think>") == (thinking == {"type": "disabled"})
+        assert blocks_of(whole) == blocks_of(streamed) == blocks
+        assert text == "I add."
+        assert (whole.stop_reason, streamed.stop_reason) == ("tool_use", "tool_use")
+        started = [e.content_block.type for e in events if e.type == "content_block_start"]
+        assert started == [block["type"] for block in blocks]
+        pieces = [
+            event.delta.partial_json
+            for event in events
+            if event.type == "content_block_delta" and event.delta.type == "input_json_delta"
+        ]
+        assert json.loads("".join(pieces)) == {"a": 1, "b": 2}
+
+
+def test_the_stream_helper_collects_tools(client: anthropic.Anthropic, script: Script) -> None:
+    script.say(THOUGHT + "I add.\n" + CALL + CALL)
+    with client.messages.stream(model="demo", max_tokens=300, messages=ASK, tools=TOOLS) as stream:
+        kinds = {event.type for event in stream}
+        assert blocks_of(stream.get_final_message()) == SAID
+    assert {"thinking", "text", "input_json"} < kinds
 
 
 def test_turns_reach_the_template(client: anthropic.Anthropic, script: Script) -> None:
