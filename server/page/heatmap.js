@@ -9,6 +9,7 @@ const TIERS = ["on disk", "in RAM", "on the GPU"];
 const COLOURS = ["--panes-disk", "--panes-ram", "--panes-gpu"];
 const [LEAST_CELL, MOST_WIDTH, MOST_HEIGHT] = [4, 28, 20]; // CSS pixels
 const FADE = 0.45; // of the flash of a used expert, from frame to frame
+const FLASH = 0.5; // of a cell; the rest stays the colour of its tier
 
 export function heatMap(announce) {
   const canvas = el("canvas", {
@@ -108,7 +109,7 @@ export function heatMap(announce) {
     const image = new ImageData(experts, layers);
     for (let at = 0; at < map.length; at += 1) {
       const byte = map[at], tier = Math.min(2, byte & 3);
-      const strength = 0.3 + 0.7 * (byte >> 4) / 15, shine = calm.matches ? 0 : 0.85 * glow[at];
+      const strength = 0.3 + 0.7 * (byte >> 4) / 15, shine = calm.matches ? 0 : FLASH * glow[at];
       for (let part = 0; part < 3; part += 1) {
         let value = palette.ground[part] + (palette.tiers[tier][part] - palette.ground[part]) * strength;
         if (byte & 4) value = palette.read[part];

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -316,26 +315,4 @@ def test_a_key_that_is_not_given_is_not_asked_for_again(browser: Any, demo_home:
                 page.clock.run_for(2000)
         page.clock.run_for(1000)
         assert page.evaluate("() => window.asked") == 2  # for the models, and for the pane
-        context.close()
-
-
-def test_pictures(browser: Any, address: str, tmp_path: Path) -> None:
-    """Draw the page in light and dark. MOEINF_DRAW: into docs/, for the documents."""
-    folder = Path("docs") if "MOEINF_DRAW" in os.environ else tmp_path
-    for look, pane in (("light", "chat"), ("dark", "experts")):
-        context = browser.new_context(
-            color_scheme=look, viewport={"width": 1000, "height": 640}, reduced_motion="reduce"
-        )
-        page = context.new_page()
-        page.goto(address)
-        page.wait_for_selector("#model option", state="attached")
-        for words in ("17+25=", "sort owl, fig, zebra, ant"):
-            ask(page, words)
-        page.goto(f"{address}/#{pane}")
-        page.wait_for_timeout(700 if pane == "experts" else 100)
-        file = folder / f"page-{look}.png"
-        page.screenshot(path=file)
-        assert 5_000 < file.stat().st_size <= 150 << 10
-        dark = "() => getComputedStyle(document.documentElement).backgroundColor"
-        assert (page.evaluate(dark) == "rgb(255, 255, 255)") == (look == "light")
         context.close()
