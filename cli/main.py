@@ -49,6 +49,7 @@ COMMANDS = {
     "devices": Lazy("measuring.devices", "devices", "Measure memory, drive and GPUs."),
     "launch": Lazy("launch", "launch", "Start a coding agent that uses the server."),
     "doctor": Lazy("doctor", "doctor", "Say what is missing here, and what to type for it."),
+    "stage": Lazy("stage", "stage", "Experimental: compute some layers for another machine."),
     "serve": Lazy("serve", "serve", "Answer over HTTP, as Ollama and OpenAI do."),
     "help": Lazy("help", "help_of", "Show the help of a command."),
 }

@@ -23,6 +23,7 @@ from moeinf.runtime.config import (
     parse_kv,
     read_environment,
 )
+from moeinf.runtime.engine.pipeline.wire import parse_address
 from moeinf.runtime.invalid import InvalidValue
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.names import DEMO, TAGS
@@ -111,6 +112,14 @@ def _experts(text: str) -> float | None:
         if name == "q2-on-miss":
             return float(share) if share else Q2_ON_MISS
     raise typer.BadParameter(f"{text!r} is neither full nor q2-on-miss[=SHARE]")
+
+
+def _stages(settings: Settings, text: str | None) -> tuple[str, ...]:
+    """Return the addresses of stages, one or more. Raises InvalidValue."""
+    found = () if text is None else tuple(part.strip() for part in text.split(","))
+    for part in found:
+        parse_address("--experimental-pipeline", part, settings.stage_key)
+    return found
 
 
 def policy_name(text: str) -> str:
@@ -325,6 +334,17 @@ DraftModel = Annotated[
 ]
 
 
+PipelineStages = Annotated[
+    str | None,
+    typer.Option(
+        "--experimental-pipeline",
+        metavar="HOST:PORT,…",
+        help="Compute the further layers in the processes of `moeinf stage` there.",
+        show_default=False,
+    ),
+]
+
+
 def engine_config(
     settings: Settings,
     memory: MemorySize | None,
@@ -344,6 +364,7 @@ def engine_config(
     kv: Kv | None = None,
     draft: str | None = None,
     mtp: bool = True,
+    pipeline: str | None = None,
 ) -> EngineConfig:
     """Return the configuration: options override the environment, which overrides defaults."""
     memory = memory or settings.memory
@@ -367,4 +388,5 @@ def engine_config(
         speculation=speculation,
         draft=draft,
         mtp=mtp,
+        stages=_stages(settings, pipeline),
     )

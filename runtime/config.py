@@ -51,6 +51,7 @@ class Settings:
     debug: bool = False
     libcuda: str | None = None  # its path, if the system does not find it
     prefix: PrefixBudget = PrefixBudget()
+    stage_key: str | None = None  # of a pipeline
     more_homes: tuple[Path, ...] = ()  # of other drives, for a share of each model's experts
 
     @property
@@ -88,7 +89,7 @@ class Settings:
 
 
 def read_environment(environment: Mapping[str, str] | None = None) -> Settings:
-    """Read MOEINF_HOME, _MEMORY, _KV, _DEBUG, _LIBCUDA and _PREFIX_*. Raises InvalidValue."""
+    """Read the variables of docs/cli.md that no server needs. Raises InvalidValue."""
     env = os.environ if environment is None else environment
     home, *more = _homes(env.get("MOEINF_HOME") or "~/.moeinf")
     memory = env.get("MOEINF_MEMORY")
@@ -99,6 +100,7 @@ def read_environment(environment: Mapping[str, str] | None = None) -> Settings:
         kv=_kv(env.get("MOEINF_KV") or "full"),
         debug=env.get("MOEINF_DEBUG", "") not in ("", "0"),
         libcuda=env.get("MOEINF_LIBCUDA") or None,
+        stage_key=env.get("MOEINF_STAGE_KEY") or None,
         prefix=PrefixBudget(
             _size(env, "MOEINF_PREFIX_MEMORY", None),
             _size(env, "MOEINF_PREFIX_DISK", PrefixBudget.disk_bytes),
@@ -304,6 +306,7 @@ class EngineConfig:
                lookup.py); the answer is the same without
     table_bytes  RAM for tables whose rows are on disk (offload/store/table_cache.py), all together
     draft      another model with the same vocabulary, which suggests tokens, too
+    stages     HOST:PORT of the processes with the further layers (runtime/engine/pipeline)
     mtp        let the model's layers for multi-token prediction suggest them, without `draft`
     """
 
@@ -330,6 +333,7 @@ class EngineConfig:
     prefix: PrefixBudget | None = None
     speculation: bool = True
     draft: str | None = None
+    stages: tuple[str, ...] = ()
     mtp: bool = True
 
     def __post_init__(self) -> None:
@@ -359,8 +363,7 @@ class EngineConfig:
         if self.kv == "q8" and self.device == "cuda":
             raise InvalidValue("--kv q8 cannot be combined with --device cuda")
         if self.draft is not None:
-            others = ["--no-speculation"] if not self.speculation else []
-            others += lossy_options(self.lossy)
+            others = ["--no-speculation"] * (not self.speculation) + lossy_options(self.lossy)
             if others:
                 raise InvalidValue(f"--draft cannot be combined with {others[0]}")
         for option in lossy_options(self.lossy):

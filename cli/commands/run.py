@@ -36,6 +36,7 @@ from moeinf.cli.options import (
     NoSpeculation,
     NoTrace,
     OnMiss,
+    PipelineStages,
     PolicyName,
     Quiet,
     Reproducible,
@@ -114,6 +115,7 @@ def run(
     no_speculation: NoSpeculation = False,
     draft: DraftModel = None,
     no_mtp: NoMtp = False,
+    experimental_pipeline: PipelineStages = None,
     no_trace: NoTrace = False,
     server: Annotated[
         bool | None,
@@ -163,8 +165,11 @@ def run(
         kv=kv,
         draft=draft,
         mtp=not no_mtp,
+        pipeline=experimental_pipeline,
     )
     if dry_run:
+        if experimental_pipeline is not None:
+            raise Usage("--dry-run and --experimental-pipeline cannot be combined")
         print_plan(model, config, settings, out)
         return 0
     prompt = " ".join(words) if words else None
@@ -195,6 +200,7 @@ def run(
         "--no-speculation": no_speculation or None,
         "--skip-below": skip_below or None, "--route": route or None,
         "--experts": experts, "--kv": kv, "--draft": draft, "--no-mtp": no_mtp or None,
+        "--experimental-pipeline": experimental_pipeline,
         "--no-server": True if server is False else None,
     }  # fmt: skip
     asked = [name for name, value in own.items() if value is not None]

@@ -27,6 +27,7 @@ from moeinf.cli.options import (
     NoPrefixCache,
     NoSpeculation,
     OnMiss,
+    PipelineStages,
     PolicyName,
     Quiet,
     Reproducible,
@@ -71,6 +72,7 @@ Environment:
   MOEINF_CONTEXT_SHIFT  1: drop the oldest turns of a chat that does not fit
   MOEINF_MEMORY         the default of --memory
   MOEINF_KV             the default of --kv
+  MOEINF_STAGE_KEY      the key that stages of a pipeline share
   MOEINF_PREFIX_MEMORY  RAM for the KV of ended requests (what is free); 0: none
   MOEINF_PREFIX_DISK    the same on disk, for each model (4GiB); 0: none
   MOEINF_HOME           the folder of models and logs (~/.moeinf)
@@ -98,6 +100,7 @@ def serve(
     no_speculation: NoSpeculation = False,
     draft: DraftModel = None,
     no_mtp: NoMtp = False,
+    experimental_pipeline: PipelineStages = None,
     port: Annotated[
         int | None,
         typer.Option(min=0, max=65535, help="0: any free port.", show_default=False),
@@ -156,6 +159,8 @@ def serve(
     for option, value in (("replicas", replicas), ("router", router), ("retry", retry)):
         if cluster is None and value:
             raise Usage(f"--{option} needs --cluster, for example --cluster local")
+    if cluster is not None and experimental_pipeline is not None:
+        raise Usage("--cluster and --experimental-pipeline cannot be combined")
     out, settings, server = Output(quiet=quiet), read_environment(), read_server_environment()
     server = replace(server, port=server.port if port is None else port, verbose=verbose)
     # Refuse an unusable device now, not at the first request.
@@ -182,6 +187,7 @@ def serve(
         kv=kv,
         draft=draft,
         mtp=not no_mtp,
+        pipeline=experimental_pipeline,
     )
 
     from moeinf.server.serve import run_server  # imports FastAPI and uvicorn

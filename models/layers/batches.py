@@ -1,11 +1,15 @@
-"""Check a batch of token ids before a pass changes anything."""
+"""Check a batch of token ids before a pass changes anything, and say what its rows are."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from moeinf.models.base import ContextFull, State
-from moeinf.models.layers.kv_cache import CacheLayout, KvCache, Span
+import torch
+from torch import Tensor
+
+from moeinf.models.base import ContextFull, Phase, State
+from moeinf.models.layers.kv_cache import CacheLayout, KvCache, Span, divided
 
 
 def check_batch(
@@ -37,3 +41,27 @@ def check_ids(ids: Sequence[int], held: int, capacity: int, vocab: int) -> None:
         raise ContextFull(
             f"{len(ids)} more tokens after {held} do not fit into a context of {capacity}"
         )
+
+
+class RowsOfPass(NamedTuple):
+    """What a pass is told about its rows. piece, cuts: as in Model.extend, if they divide it."""
+
+    positions: Tensor  # [T] int64, on the device of the weights
+    owner: Tensor  # [T] int64: the request of each row
+    phase: Phase
+    piece: int | None
+    cuts: list[slice]
+
+
+def about_rows(spans: Sequence[Span], device: torch.device, piece: int | None) -> RowsOfPass:
+    """Return what a pass over these spans is told; it decodes if each adds a token to a history."""
+    places = [place for s in spans for place in range(s.past, s.past + s.count)]
+    owner = [span.cache.request for span in spans for _ in range(span.count)]
+    decoding = all(span.count == 1 and span.past > 0 for span in spans)
+    if decoding or len(places) == 1:
+        piece = None  # nothing to divide
+    cuts = [] if piece is None else [at for at, _ in divided(spans, piece)]
+    positions = torch.tensor(places, device=device)
+    return RowsOfPass(
+        positions, torch.tensor(owner), "decode" if decoding else "prefill", piece, cuts
+    )

@@ -6,13 +6,13 @@ A family's file builds the blocks. Experts are used only through the `Experts` s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from moeinf.models.base import Embedding, Experts, Linear, MoeShape, Parts, Phase, State
+from moeinf.models.base import Embedding, Experts, Linear, MoeShape, Parts, State
 from moeinf.models.config import (
     MAX_CONTEXT,
     MAX_HEADS,
@@ -21,7 +21,7 @@ from moeinf.models.config import (
     MAX_WIDTH,
     Fields,
 )
-from moeinf.models.layers.batches import check_batch
+from moeinf.models.layers.batches import about_rows, check_batch
 from moeinf.models.layers.half_blocks import FfnBlock, MixerBlock
 from moeinf.models.layers.hyper_block import HyperBlock
 from moeinf.models.layers.hyper_connection import StreamBlock
@@ -32,7 +32,6 @@ from moeinf.models.layers.kv_cache import (
     Piece,
     Planes,
     Span,
-    divided,
 )
 from moeinf.models.layers.moe import SparseFfn, one_pass
 from moeinf.models.layers.norms import RmsNorm, WideRmsNorm, centred_norm, layer_norm
@@ -143,6 +142,14 @@ class Block:
         return x + change if self.residual == 1.0 else x + change * self.residual
 
 
+class MoreBlocks(Protocol):
+    """Blocks that follow a decoder's own, wherever they are computed. See Block."""
+
+    def __call__(self, x: Tensor, rows: PassRows, experts: Experts) -> Tensor: ...
+
+    def over(self, x: Tensor, pieces: Sequence[Piece], experts: Experts) -> Tensor: ...
+
+
 Ahead = Callable[[Tensor, Sequence[Span]], None]  # ids [T] and spans of a pass
 Watcher = Callable[[Sequence[tuple[Sequence[int], State]], Tensor], None]  # before the last norm
 Layer = Block | ParallelBlock | SandwichBlock | HyperBlock | StreamBlock | MixerBlock | FfnBlock
@@ -159,7 +166,7 @@ class DecodeStep:
     embedding: Embedding
     embedding_scale: float
     rope: Rope
-    blocks: tuple[Layer, ...]
+    blocks: tuple[Layer | MoreBlocks, ...]
     norm: Callable[[Tensor], Tensor]
     head: Linear
     cache: CacheLayout
@@ -192,13 +199,24 @@ class DecodeStep:
 
         piece: see Model.extend.
         """
+        for begin in self.ahead:
+            begin(ids, spans)
+        return self.through(self.embedded(ids), positions, spans, experts, piece, ids)
+
+    def through(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        spans: tuple[Span, ...],
+        experts: Experts,
+        piece: int | None = None,
+        ids: Tensor | None = None,
+    ) -> Tensor:
+        """Map the first block's inputs x [T, D], which may be overwritten; see `states`."""
         contexts = [s.cache.capacity for s in spans for _ in range(s.count)]
         others = tuple(rope(positions, contexts) for rope in self.others)
         angles = self.rope(positions, contexts)
         rows = PassRows(spans, positions, *angles, others, token_ids=ids)
-        for begin in self.ahead:
-            begin(ids, spans)
-        x = self.embedded(ids)
         if piece is None:
             for block in self.blocks:
                 x = block(x, rows, experts)
@@ -266,6 +284,10 @@ class Decoder:
         self.kv_bytes_per_token = self._cache.bytes_per_token
         self.state_bytes = self._cache.fixed_bytes
 
+    def add_block(self, block: MoreBlocks) -> None:
+        """Compute `block` after the last one, too. Not on a GPU."""
+        self.body = self._decode = replace(self.body, blocks=(*self.body.blocks, block))
+
     def new_state(self, capacity: int) -> KvCache:
         """Return an empty state; raise ValueError unless 1 ≤ capacity ≤ max_context."""
         if capacity > self.max_context:
@@ -289,10 +311,7 @@ class Decoder:
         count = spans[-1].rows.stop
         device = self._cache.device
         ids = torch.tensor([i for tokens, _ in batch for i in tokens], device=device)  # [T]
-        places = [place for s in spans for place in range(s.past, s.past + s.count)]
-        positions = torch.tensor(places, device=device)  # [T]
-        owner = [span.cache.request for span in spans for _ in range(span.count)]
-        decoding = all(span.count == 1 and span.past > 0 for span in spans)
+        positions, owner, phase, piece, cuts = about_rows(spans, device, piece)
         # Allocated outside inference mode, so that the caller may write into the logits.
         width = self._hidden if logits == "states" else self.vocab_size
         out = torch.empty(len(spans) if logits == "last" else count, width)
@@ -300,13 +319,9 @@ class Decoder:
             span.cache.begin(span.count)
         if accept is not None:
             spans[0].cache.keep_steps()
-        phase: Phase = "decode" if decoding else "prefill"
-        if decoding or count == 1:
-            piece = None  # nothing to divide
-        cuts = () if piece is None else [at for at, _ in divided(spans, piece)]
         kept = len(spans)
-        with torch.inference_mode(), one_pass(experts, torch.tensor(owner), phase, cuts) as ending:
-            whole = decoding and logits != "states" and count <= _HEAD_ROWS
+        with torch.inference_mode(), one_pass(experts, owner, phase, cuts) as ending:
+            whole = phase == "decode" and logits != "states" and count <= _HEAD_ROWS
             if whole and self.watcher is None:
                 out.copy_(self._decode(ids, positions, spans, experts))
             else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moeinf.models.base import Experts, Model, State
+from moeinf.models.layers.decoder import Decoder
+from moeinf.models.layers.kv_cache import KvCache
+from moeinf.models.layers.later_blocks import run_later_blocks
 from moeinf.models.seq2seq.encoder_decoder import EncoderDecoder
 from moeinf.native import DeviceError
 from moeinf.offload.gpu_tier.layer_runner import OutOfMemory
@@ -41,13 +44,14 @@ from moeinf.runtime.engine.opening import (
     scarcity,
     warm_up,
 )
+from moeinf.runtime.engine.pipeline.links import Stages, open_stages
 from moeinf.runtime.engine.request_tracing import RequestTracing, Wrapped
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.machine.gpu import device_faults
 from moeinf.runtime.prefix.cache import PrefixCache
 from moeinf.runtime.sampling.grammar_processes import Grammars
-from moeinf.runtime.sizes import MemorySize, format_bytes
+from moeinf.runtime.sizes import MemorySize
 from moeinf.runtime.text.chat_template import TemplateWorker
 from moeinf.runtime.text.tokenizer import Tokenizer
 
@@ -64,6 +68,7 @@ class Engine:
     prefixes   the KV of ended requests; None: it is not kept
     gpu        the GPU in use; None: the CPU computes everything
     tracing    the numbers of requests and what they route
+    stages     the processes that compute the further layers; None: all layers are here
     memory     the experts' part of RAM, which can change between passes
     notes      lines that a face should print (`take_notes`)
     """
@@ -79,6 +84,7 @@ class Engine:
         tracing: RequestTracing,
         notes: Notes,
         tune_threads: bool,
+        stages: Stages | None,
         opened: ExitStack,
     ) -> None:
         """Take the opened parts. opened: closes all the others."""
@@ -86,7 +92,7 @@ class Engine:
         self._text = text
         self.store, self.gpu = tiers.store, tiers.gpu
         self._weights, self.prefixes, self._opened = weights, prefixes, opened
-        self.draft = draft
+        self.draft, self.stages = draft, stages
         fixed = "" if tiers.gpu is None else "the memory of experts is fixed while a GPU uses it"
         self.memory = MovingMemory(info.slots, self._resize, notes.append, fixed)
         self._threads = ComputeThreads(
@@ -126,15 +132,20 @@ class Engine:
 
         Raises DoesNotFit or BadContext for an impossible plan, and OutOfDeviceMemory. Raises
         DamagedModel for files that differ from the manifest, and NoSuchModel when the model is
-        deleted meanwhile.
+        deleted meanwhile. With stages, raises what `open_stages` raises.
         """
         start = time.perf_counter()
         with ExitStack() as opened:
+            stages = open_stages(manifest, folder, config, settings.stage_key, opened)
+            if stages is not None:
+                manifest, config = stages.own_part, stages.config
             plan = plan_engine(manifest, folder, config, settings, opened)
             text = open_text(manifest, folder, opened)
             tiers = open_tiers(plan, opened)
             weights = load_weights(plan, tiers, opened, progress)
             warmed = warm_up(tiers)
+            if stages is not None:
+                plan = stages.follow(weights.model, tiers.store, plan)
             draft = open_draft(plan, weights.model, opened) or open_mtp(plan, weights.model, opened)
             prefixes = open_prefixes(plan, weights, opened)
             info = facts(plan, text, tiers, weights.model, warmed, time.perf_counter() - start)
@@ -142,19 +153,10 @@ class Engine:
                 Library(settings).used(manifest.model)
             eamc = None if config.cache_aware else tiers.eamc  # a lossy choice is not the model's
             tracing = RequestTracing(tiers.store, manifest, eamc, plan.notes)
-            tune = config.tune_threads
             engine = cls(
-                info,
-                text,
-                tiers,
-                weights,
-                draft,
-                prefixes,
-                tracing,
-                plan.notes,
-                tune,
-                opened.pop_all(),
-            )
+                info, text, tiers, weights, draft, prefixes, tracing, plan.notes,
+                config.tune_threads, stages, opened.pop_all(),
+            )  # fmt: skip
         plan.registration.publish(partial(figures, lambda: engine.info, tiers.store, expires_at))
         if config.memory is None:
             engine.watch_memory()
@@ -163,7 +165,8 @@ class Engine:
     @property
     def window(self) -> int:
         """Tokens of a prompt that go through a layer before the next; PREFILL_CHUNK or more."""
-        return self.info.placement.window
+        most = self.info.placement.window
+        return most if self.stages is None else min(most, self.stages.window)
 
     @property
     def model(self) -> Model:
@@ -260,6 +263,15 @@ class Engine:
         with self._threads.of(len(ids)):
             return self._with_memory(lambda: self.model.extend([(ids, state)], self.store, "all"))
 
+    def compute_stage(
+        self, x: Tensor, batch: Sequence[tuple[int, KvCache]], piece: int | None
+    ) -> Tensor:
+        """Compute the layers of a stage; see run_later_blocks. Raises like `extend`."""
+        model, experts = self.model, self.tracing.experts
+        assert isinstance(model, Decoder)
+        with self._threads.of(len(x)):
+            return self._with_memory(lambda: run_later_blocks(model.body, x, batch, experts, piece))
+
     @property
     def batches(self) -> bool:
         """True if a row of `step` equals the row computed alone; False with torch and float32."""
@@ -320,29 +332,10 @@ class Engine:
         """Release the request; append its routing to the EAMC if it `counts`, and return it."""
         with self.memory:
             self.store.end_request(request)
-            self._keep_promise()
+            if self.gpu is not None and self.store.device is not None:
+                for line in self.gpu.keep_promise(self.store.device):
+                    self.notes.append(line)
             return self.tracing.end(request, counts)
-
-    @device_faults()
-    def _keep_promise(self) -> None:
-        """Give device slots up for memory that CUDA takes beyond what was counted for it."""
-        if self.gpu is None or (device := self.store.device) is None:
-            return
-        given, promise, excess = None, self.gpu.promise, self.gpu.promise.excess()
-        if excess is None or not excess.size_bytes:
-            return
-        for more in (promise.margin_bytes, 0) if excess.beyond_bytes else (0,):
-            with suppress(*scarcity(self.gpu)):  # others may take the memory that was given up
-                size, beyond = excess.of_torch_bytes + more, excess.beyond_bytes + more
-                given = device.give_up(size, beyond)
-            if given is not None:
-                promise.keep(more)
-                break
-        if given == 0:
-            return  # the budget had room for it
-        words = f"CUDA itself takes {format_bytes(excess.size_bytes)} more than counted: "
-        words += f"{given} device slots given back" if given else "--device-memory is exceeded"
-        self.notes.append(words)
 
     def record(self, name: str, details: bool = True) -> Recording:
         """Record every later pass in the recording that is returned. Needs config.trace.
@@ -360,7 +353,9 @@ class Engine:
 
     @property
     def lost(self) -> bool:
-        """True if the GPU or its last slot is gone: every pass will fail, or run without it."""
+        """True if the GPU, its last slot or a stage is gone: passes will fail, or do without it."""
+        if self.stages is not None and self.stages.lost:
+            return True
         if self.gpu is None:
             return False
         try:

@@ -5,6 +5,7 @@ The store closes all parts that are opened here.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import cast
 
@@ -19,6 +20,7 @@ from moeinf.offload.policy.table import POLICIES, USE_PAST
 from moeinf.offload.routing.eamc import Eamc
 from moeinf.offload.routing.trace import RoutingShape
 from moeinf.offload.store.host_tier import HostTier
+from moeinf.offload.store.tier import Upper
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.dense.gpu_backend import DevicePieces
 from moeinf.runtime.engine.gpu_budget import Promise
@@ -51,6 +53,28 @@ class OpenGpu:
         """Give back torch's cached memory; nothing on the device is used afterwards."""
         self.device.limit(0)
         self.device.release()
+
+    @gpus.device_faults()
+    def keep_promise(self, above: Upper) -> tuple[str, ...]:
+        """Give device slots up for memory that CUDA takes beyond what was counted for it.
+
+        Returns lines for the user. `above` has the slots.
+        """
+        given, promise, excess = None, self.promise, self.promise.excess()
+        if not excess.size_bytes:
+            return ()
+        for more in (promise.margin_bytes, 0) if excess.beyond_bytes else (0,):
+            with suppress(*self.device.out_of_memory):  # others may take what was given up
+                size, beyond = excess.of_torch_bytes + more, excess.beyond_bytes + more
+                given = above.give_up(size, beyond)
+            if given is not None:
+                promise.keep(more)
+                break
+        if given == 0:
+            return ()  # the budget had room for it
+        words = f"CUDA itself takes {format_bytes(excess.size_bytes)} more than counted: "
+        words += f"{given} device slots given back" if given else "--device-memory is exceeded"
+        return (words,)
 
 
 def open_gpu(

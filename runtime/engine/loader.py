@@ -43,6 +43,7 @@ from moeinf.runtime.config import EngineConfig
 from moeinf.runtime.dense.cpu_backend import CpuMath
 from moeinf.runtime.dense.cpu_linear import DenseMath
 from moeinf.runtime.engine.gpu_tier import OpenGpu, device_tier
+from moeinf.runtime.engine.pipeline.cut import Part
 from moeinf.runtime.files.regular import check_regular, read_regular
 from moeinf.runtime.library.dense_views import DenseViews, read_dense_header
 from moeinf.runtime.library.manifest import DENSE, MANIFEST, DamagedModel, Manifest
@@ -52,7 +53,7 @@ from moeinf.runtime.placement.plan import Placement
 from moeinf.runtime.system import physical_bytes
 
 _PIECE = 8 << 20  # bytes of one read of the dense weights
-_PIECES_TO_DEVICE = 8  # pieces that wait in RAM
+_PIECES_TO_DEVICE = 8  # pieces that wait in RAM, where it does not keep them all
 _SAMPLED_SHARDS = 16
 _CACHED_SHARE = 0.5  # above this share, uncached data is read through the page cache
 _WORTH_SHARE = 0.05  # of decode time; below it, an engine reads nothing ahead of demand
@@ -83,8 +84,9 @@ class DenseWeights(DenseViews):
         record = manifest.file(DENSE)
         try:
             header = read_dense_header(folder / DENSE)
+            keeps = manifest.keeps if isinstance(manifest, Part) else None
             buffer, checksum = _read_dense(
-                folder, record, config, reading, math, progress or LoadProgress()
+                folder, record, config, reading, math, progress or LoadProgress(), keeps
             )
         except (BadCheckpoint, OSError) as error:
             words = reason(error).replace(f"{folder}/", "")
@@ -130,12 +132,14 @@ def _read_dense(
     reading: Reading,
     math: DenseMath,
     progress: LoadProgress,
+    keeps: Callable[[int, int], bool] | None,
 ) -> tuple[Tensor, int]:
     """Read the dense file to the device of `math`; return its data and CRC-32C.
 
     The readers of experts read it. In RAM the pieces are the slots of a pool, which are contiguous
     on huge pages. The checksum of one piece is computed while the next are in flight. Pieces for a
-    device go through a few slots, so that RAM never holds them all.
+    device go through a few slots, so that RAM never holds them all. Where only some bytes are kept,
+    a few pieces are in flight, and the memory of those without such bytes is given back.
     """
     pieces = [
         replace(record, data_offset=at, size_bytes=min(at + _PIECE, record.size_bytes), crc32c=None)
@@ -151,8 +155,9 @@ def _read_dense(
     direct = _past_the_cache(config, reading, [folder / record.path])
     readers = config.readers or reading.readers
     transfer = Transfer(folder, pieces, pool, readers=readers, direct_io=direct)
+    ahead = pool.slots if keeps is None else min(_PIECES_TO_DEVICE, pool.slots)
     try:
-        checksum, tickets = 0, transfer.demand(range(pool.slots), range(pool.slots))
+        checksum, tickets = 0, transfer.demand(range(ahead), range(ahead))
         for number, there in enumerate(torch.split(buffer, _PIECE)):
             slot = number % pool.slots
             transfer.wait(tickets[number], number)
@@ -161,8 +166,10 @@ def _read_dense(
             progress.read_bytes += len(piece)
             if inside:
                 there.copy_(piece)
-                if (following := number + pool.slots) < len(pieces):
-                    tickets += transfer.demand([following], [slot])
+            elif keeps is not None and not keeps(number * _PIECE, number * _PIECE + len(piece)):
+                transfer.release(slot)
+            if (following := number + ahead) < len(pieces):
+                tickets += transfer.demand([following], [following % pool.slots])
     finally:
         transfer.close()
     return buffer, checksum

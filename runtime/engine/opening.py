@@ -37,6 +37,7 @@ from moeinf.runtime.engine.loader import (
     open_store,
 )
 from moeinf.runtime.engine.notes import Notes
+from moeinf.runtime.engine.pipeline.cut import Part, PartMath
 from moeinf.runtime.library.draft_model import find_draft
 from moeinf.runtime.library.library import Library, NoSuchModel
 from moeinf.runtime.library.low_copy import find_low_copy
@@ -224,6 +225,8 @@ def load_weights(
 ) -> LoadedModel:
     """Read the dense weights. Raises DamagedModel, OutOfDeviceMemory."""
     inside: DenseMath | None = None if tiers.gpu is None else tiers.gpu.dense_math
+    if isinstance(plan.manifest, Part):
+        inside = PartMath(plan.manifest)
     if plan.config.cache_aware:
         inside = CacheAwareMath(tiers.store, plan.config.cache_aware)
     with _room_for("dense weights", tiers.gpu):

@@ -33,8 +33,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from moeinf.errors import Unavailable
 from moeinf.models.layers.kv_cache import KvCache
-from moeinf.native import DeviceError
 from moeinf.offload.store.expert_store import Stopped
 from moeinf.offload.store.transfer import ExpertReadError
 from moeinf.runtime.checkpoints.finite import check_logits
@@ -81,7 +81,7 @@ class Scheduler:
         self._prepared: list[Prepared] = []
         self._running: list[Running] = []
         self.closing: Exception | None = None  # the error for requests that were stopped, if set
-        self.lost: Exception | None = None  # the error after which the engine's GPU is unusable
+        self.lost: Exception | None = None  # the error after which the engine is unusable
         self._speculation, self._groups = Speculation(engine), GroupGate()
         self.tokens = 0  # decoded
         self.prompt_tokens = self.reused_tokens = 0
@@ -376,7 +376,7 @@ class Scheduler:
     def _fail(self, one: Running, error: Exception) -> None:
         self._leave(one, None)
         self._keep(one, ended=False)
-        if self.lost is None and isinstance(error, DeviceError | MemoryError) and self._engine.lost:
+        if self.lost is None and isinstance(error, Unavailable | MemoryError) and self._engine.lost:
             self.lost = error
         one.request.emit(Failed(error))
 

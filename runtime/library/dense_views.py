@@ -150,11 +150,11 @@ def check_opens(folder: Path, manifest: Manifest) -> None:
 
 def _check_builds(family: Family, config: Any, folder: Path, manifest: Manifest) -> None:
     record, header = manifest.file(DENSE), read_dense_header(folder / DENSE)
-    buffer = torch.empty(record.data_bytes, dtype=torch.uint8, device=_DryMath.place)
-    family.build(config, DenseViews(header, buffer, record.data_offset, _DryMath()))
+    buffer = torch.empty(record.data_bytes, dtype=torch.uint8, device=DryMath.place)
+    family.build(config, DenseViews(header, buffer, record.data_offset, DryMath()))
 
 
-class _DryMath:
+class DryMath:
     """A `linears.DenseMath` that computes nothing."""
 
     place = META

@@ -163,7 +163,10 @@ class Worker:
             self._closing = True
             if self._scheduler is not None and self._scheduler.lost is not None:
                 # Its traceback holds what the engine had.
-                self._failure, self._scheduler.lost = Unloaded("its GPU has failed"), None
+                self._failure, self._scheduler.lost = (
+                    Unloaded("its GPU or a stage has failed"),
+                    None,
+                )
             left += self._waiting
             self.engine = None
             self._waiting.clear()
@@ -176,7 +179,7 @@ class Worker:
         return None if self._scheduler is None else self._scheduler.lost
 
     def _serve(self, scheduler: Scheduler) -> None:
-        """Answer until this is closed, or the GPU is lost; sleep while the queue is empty."""
+        """Answer until this is closed, or the engine is lost; sleep while the queue is empty."""
         while not self._closing and scheduler.lost is None:
             with self._changed:
                 while not (self._closing or self._waiting or scheduler.requests):

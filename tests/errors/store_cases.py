@@ -9,16 +9,22 @@ from huggingface_hub import constants
 from moeinf.cli.chat.server_check import Found
 from moeinf.cli.commands import launch
 from moeinf.cli.commands import serve as serve_command
+from moeinf.offload.store.transfer import ExpertReadError
+from moeinf.runtime.config import Settings
+from moeinf.runtime.engine.pipeline import links
+from moeinf.runtime.engine.pipeline.stage import Stage
 from moeinf.runtime.gguf.checkpoint import open_gguf
-from moeinf.runtime.library.library import DEMO_CHECKPOINT
+from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
 from moeinf.runtime.machine.network_home import SharedHome
 from moeinf.server.cluster.failures import NoCluster
-from tests.errors.cases import CASES, ROUTES, case
+from tests.errors.cases import CASES, ROUTES, RUN, case
 from tests.errors.provoking import Place
 from tests.gguf_files import write_gguf
 from tests.hub_server import Hub, serve
+from tests.runtime.engine.pipeline.stages import Running, config
 
 __all__ = ["CASES"]
+PIPELINE = [*RUN, "--experimental-pipeline", "127.0.0.1:1"]
 CASES["bad_modelfile"] = lambda _: ["create", "mario", "-f", "none"]
 
 
@@ -83,3 +89,32 @@ def _(place: Place) -> list[str]:
     gone = NoCluster("--cluster auto: no cluster runs on this machine")
     place.raising(serve_command, "_cluster", gone)
     return ["serve", "--quiet", "--port", "0", "--cluster", "auto"]
+
+
+CASES["stage_lost"] = lambda _: PIPELINE
+CASES["cannot_cut"] = lambda _: [
+    *("stage", "demo", "--experimental", "--layers", "4-9", "--listen", "127.0.0.1:0")
+]
+
+
+def _stage(place: Place) -> Running:
+    """Run a stage with the demo's second half, until the test ends."""
+    settings = Settings(place.home)
+    stage = Running(Stage(*Library(settings).read("demo"), 3, 6, config(), settings))
+    place.later.callback(stage.close)
+    return stage
+
+
+@case("stages_differ")
+def _(place: Place) -> list[str]:
+    address = _stage(place).address
+    place.patch.setattr(links, "version", lambda: "9.9")
+    return [*RUN, "--experimental-pipeline", address]
+
+
+@case("stage_failed")
+def _(place: Place) -> list[str]:
+    running = _stage(place)
+    error = ExpertReadError("experts/3/1", "the drive cannot read or write it", "demo:bf16")
+    place.raising(running.stage._engine, "compute_stage", error)
+    return [*RUN, "--experimental-pipeline", running.address]

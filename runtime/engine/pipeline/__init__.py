@@ -1,0 +1,1 @@
+"""One model over the memory of several processes: each of them, a stage, has some layers."""

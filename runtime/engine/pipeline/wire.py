@@ -1,0 +1,172 @@
+"""The connection between two stages: a key, then messages of bounded size.
+
+    first                                    stage
+      │ magic, nonce ───────────────────────▶  │
+      │  ◀─────────────────────── magic, nonce │
+      │ HMAC(key, "first", nonces) ─────────▶  │   a wrong one: it hangs up
+      │  ◀───────── HMAC(key, "stage", nonces) │
+      │  ◀────────────────────────────── About │   see messages.py
+      │ Begin ──────────────────────────────▶  │
+      │ Pass, states ───────────────────────▶  │
+      │  ◀──────────────────── Reply [, states]│   …
+
+A message is its length (4 bytes, big-endian) and MessagePack, then the states of its rows as they
+are in memory. Their size follows from the message, and is checked before memory is allocated. Only
+the connection is authenticated: what it carries is neither encrypted nor signed.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import select
+import socket
+import struct
+import time
+from contextlib import suppress
+from typing import TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from moeinf.errors import reason
+from moeinf.runtime.config import ServerSettings
+from moeinf.runtime.invalid import InvalidValue
+
+Message = TypeVar("Message", bound=Struct)
+LEAST_KEY = 16  # characters
+_MAGIC, _NONCE, _PROOF = b"moeinf-stage-01\n", 32, 32
+_LENGTH = struct.Struct(">I")
+_MOST_BYTES = 64 << 10  # of a message, without states
+GREETING_S = 10.0  # to connect, and to prove the key
+SILENCE_S = 60.0  # without a byte, after which the other side counts as hung
+_KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 6}  # seconds, seconds, times
+
+
+class Lost(Exception):
+    """The other side has ended, hangs, or sends what nobody sends. Its text is the reason."""
+
+
+def parse_address(option: str, text: str, key: str | None) -> tuple[str, int]:
+    """Return host and port of HOST:PORT or [V6]:PORT.
+
+    Raises InvalidValue, also for an address beyond this machine without a key.
+    """
+    host, _, port = text.strip().rpartition(":")
+    number = int(port) if port.isdecimal() and len(port) <= 5 else -1
+    if not host or not 0 <= number < 1 << 16:
+        raise InvalidValue(f"{option}: {text[:80]!r} is invalid (expected HOST:PORT)")
+    host = host.strip("[]")
+    if not ServerSettings(host=host).on_loopback and len(key or "") < LEAST_KEY:
+        error = InvalidValue(
+            f"{option}: {text[:80]!r} is another machine's or open to others, and MOEINF_STAGE_KEY "
+            f"has fewer than {LEAST_KEY} characters"
+        )
+        error.hint = "`export MOEINF_STAGE_KEY=$(openssl rand -hex 16)`, the same for all stages"
+        raise error
+    return host, number
+
+
+class Wire:
+    """One end of a connection. One thread uses it. Every method raises Lost."""
+
+    def __init__(self, end: socket.socket, silence_s: float = SILENCE_S) -> None:
+        """Take a connected socket. silence_s: see SILENCE_S."""
+        self._end, self.silence_s = end, silence_s
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEPALIVE.items():
+            if hasattr(socket, name):
+                end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+    def prove(self, key: str | None, first: bool) -> None:
+        """Prove the key to the other side, and have it prove it. `first`: our side."""
+        own, until = secrets.token_bytes(_NONCE), time.monotonic() + GREETING_S
+        self._send(_MAGIC + own)
+        theirs = self._receive(len(_MAGIC) + _NONCE, until)
+        if theirs[: len(_MAGIC)] != _MAGIC:
+            raise Lost("it does not speak this protocol")
+        other = bytes(theirs[len(_MAGIC) :])
+        nonces = own + other if first else other + own
+
+        def proof(side: bytes) -> bytes:
+            return hmac.digest((key or "").encode(), side + nonces, "sha256")
+
+        if first:
+            self._send(proof(b"first"))
+        found = self._receive(_PROOF, until)
+        if not hmac.compare_digest(found, proof(b"stage" if first else b"first")):
+            raise Lost("it has another MOEINF_STAGE_KEY")
+        if not first:
+            self._send(proof(b"stage"))
+
+    def send(self, message: Struct, states: memoryview | None = None) -> None:
+        """Send a message and the bytes that follow it."""
+        body = msgspec.msgpack.encode(message)
+        assert len(body) <= _MOST_BYTES
+        self._send(_LENGTH.pack(len(body)) + body)
+        if states is not None:
+            self._send(states)
+
+    def arrives(self, seconds: float) -> bool:
+        """Wait until something can be received, or the time has passed."""
+        waiting = select.poll()
+        waiting.register(self._end, select.POLLIN)
+        return bool(waiting.poll(seconds * 1e3))
+
+    def receive(self, kind: type[Message], seconds: float | None = None) -> Message:
+        """Receive a message. seconds: until its first byte; None: for ever."""
+        if seconds is not None and not self.arrives(seconds):
+            raise Lost(f"nothing has come from it for {seconds:g} s")
+        self._end.settimeout(None)
+        first = bytearray(1)
+        self._fill(memoryview(first), None)
+        until = time.monotonic() + self.silence_s
+        (size,) = _LENGTH.unpack(first + self._receive(_LENGTH.size - 1, until))
+        if size > _MOST_BYTES:
+            raise Lost(f"a message of {size} bytes has come from it")
+        try:
+            return msgspec.msgpack.decode(self._receive(size, until), type=kind)
+        except (ValueError, RecursionError) as error:
+            raise Lost("an invalid message has come from it") from error
+
+    def receive_into(self, states: memoryview) -> None:
+        """Fill the view; each part of it must come within `silence_s`."""
+        self._fill(states, self.silence_s)
+
+    def close(self) -> None:
+        """Hang up."""
+        with suppress(OSError):
+            self._end.close()
+
+    def _send(self, data: bytes | memoryview) -> None:
+        self._end.settimeout(self.silence_s)
+        try:
+            self._end.sendall(data)
+        except OSError as error:
+            raise _lost(error) from error
+
+    def _receive(self, size: int, until: float) -> bytearray:
+        data = bytearray(size)
+        view = memoryview(data)
+        while view:
+            view = view[self._some(view, max(1e-3, until - time.monotonic())) :]
+        return data
+
+    def _fill(self, view: memoryview, seconds: float | None) -> None:
+        while view:
+            view = view[self._some(view, seconds) :]
+
+    def _some(self, view: memoryview, seconds: float | None) -> int:
+        self._end.settimeout(seconds)
+        try:
+            count = self._end.recv_into(view)
+        except OSError as error:
+            raise _lost(error) from error
+        if not count:
+            raise Lost("it has hung up")
+        return count
+
+
+def _lost(error: OSError) -> Lost:
+    return Lost("it does not answer" if isinstance(error, TimeoutError) else reason(error))
