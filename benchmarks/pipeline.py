@@ -3,54 +3,53 @@
 A model that does not fit into one machine's memory decodes given tokens in two ways:
 
     replica     one engine, with a part of the experts in memory; it reads the others
-    pipeline    two processes, each with the same memory and half of the layers; the hidden state
-                goes from one to the other over TCP, a message to each side per token
+    pipeline    two processes, each with the same memory and half of the layers: `moeinf stage`
+                and an engine that uses it (runtime/engine/pipeline)
 
-Both have one thread per process. A stage is an engine of the whole model with the other layers left
-out, so its memory holds the experts of its own layers only. Each message takes `delay`, as in
-hops.py. The logits of both must have the same bits. Routing is that of a real model
-(recorded_routing.py). Another text, and the first quarter of the tokens, warm up and do not count.
+Both have one thread per process. Between the two processes, everything takes `delay` one way. The
+logits of both must have the same bits. Routing is that of a real model (recorded_routing.py).
+Another text, and the first quarter of the tokens, warm up and do not count.
 
-With two streams the stages work at the same time, on two cores. A second replica would have its own
-drive on another machine, so the replica's speed counts twice beside two streams.
+Two streams go through the pipeline in passes of two rows, as a server's requests do. A second
+replica would have its own drive on another machine, so the replica's speed counts twice beside
+two streams.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import multiprocessing
 import os
+import queue
 import socket
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from benchmarks.hops import Line, listener
+from benchmarks.hops import listener
 from benchmarks.models import RaceModel
 from benchmarks.recorded_routing import fitted, routed, text
 from benchmarks.shapes import Config, shape
-from moeinf.models.base import Embedding
 from moeinf.runtime.config import EngineConfig, read_environment
-from moeinf.runtime.dense.cpu_block import NativeBlocks, joined
 from moeinf.runtime.engine.engine import Engine
+from moeinf.runtime.engine.pipeline.stage import Stage
 from moeinf.runtime.jobs.bench import machine
 from moeinf.runtime.sizes import parse_memory
 
 ROUTING = "deepseek-v2-lite"
 _WARM = 4  # one part of so many warms up
-_STREAMS = 1, 1, 2  # of the runs through the pipeline; the first one warms up
 _NAME = "olmoe-pipeline"
+_SLACK = 29  # PR_SET_TIMERSLACK: a sleep ends within microseconds
 
 
 def config_of(layers: int) -> Config:
@@ -60,105 +59,103 @@ def config_of(layers: int) -> Config:
     }  # fmt: skip
 
 
-def opened(model: RaceModel, o: argparse.Namespace, policy: str) -> Engine:
-    manifest = model.ours("q4")
-    config = EngineConfig(
-        memory=parse_memory(o.share), context=o.tokens, threads=1, policy=policy, trace=False,
-        speculation=False, prefix=None, direct_io=True,
+def configured(o: argparse.Namespace, policy: str, share: str, *stages: str) -> EngineConfig:
+    return EngineConfig(
+        memory=parse_memory(share), context=o.tokens, threads=1, policy=policy, trace=False,
+        speculation=False, prefix=None, direct_io=True, parallel=2, stages=stages,
     )  # fmt: skip
-    return Engine.open(manifest, model.folder("q4"), config, model.settings)
 
 
-def make_stage(engine: Engine, number: int, line: Line) -> None:
-    """Leave half of the layers to the other stage, and pass the hidden state to it by `line`.
+def delayed(door: socket.socket, port: int, delay_s: float) -> None:
+    """Pass one connection on to a port of this machine, to its end.
 
-    Stage 0 sends it; stage 1 takes it in place of embeddings. Rows are single tokens.
+    Every byte arrives `delay_s` later.
     """
-    model: Any = engine.model
-    body, vocab = model.body, model.vocab_size
-    layers = [
-        block
-        for part in body.blocks
-        for block in (part.blocks if isinstance(part, NativeBlocks) else [part])
-    ]
-    half = len(layers) // 2
-
-    def sent(x: Tensor) -> Tensor:
-        line.send(bytes(x.contiguous().view(torch.uint8).numpy()))
-        return x
-
-    def received(_: Tensor) -> Tensor:
-        return torch.frombuffer(bytearray(line.receive()), dtype=torch.bfloat16)[None]
-
-    if number == 0:
-        step = replace(
-            body, blocks=joined(layers[:half]), norm=sent, head=lambda _: torch.zeros(1, vocab)
+    ends = door.accept()[0], socket.create_connection(("127.0.0.1", port))
+    for end in ends:
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    threads = list[threading.Thread]()
+    for source, target in (ends, ends[::-1]):
+        waiting: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
+        threads.append(threading.Thread(target=_taken, args=(source, waiting), daemon=True))
+        threads.append(
+            threading.Thread(target=_given, args=(target, waiting, delay_s), daemon=True)
         )
-    else:
-        embedding = Embedding(received, body.embedding.dtype, body.embedding.device)
-        step = replace(body, blocks=joined(layers[half:]), embedding=embedding, embedding_scale=1.0)
-    model.body = model._decode = step
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for end in ends:
+        end.close()
+
+
+def _taken(source: socket.socket, waiting: queue.SimpleQueue[tuple[float, bytes]]) -> None:
+    data = b"-"
+    while data:
+        data = source.recv(1 << 20)
+        waiting.put((time.monotonic(), data))
+
+
+def _given(
+    target: socket.socket, waiting: queue.SimpleQueue[tuple[float, bytes]], delay_s: float
+) -> None:
+    ctypes.CDLL(None).prctl(_SLACK, 1, 0, 0, 0)
+    while True:
+        came, data = waiting.get()
+        if not data:
+            target.shutdown(socket.SHUT_WR)
+            return
+        if (wait := came + delay_s - time.monotonic()) > 0:
+            time.sleep(wait)
+        target.sendall(data)
 
 
 def last_stage(up: Connection, model: RaceModel, o: argparse.Namespace) -> None:
-    """Answer streams with a checksum of the logits of each token."""
-    with listener() as door, opened(model, o, "lru") as engine:
-        up.send(door.getsockname()[1])
-        end = door.accept()[0]
-        size = 2 * config_of(o.layers)["hidden_size"]
-        make_stage(engine, 1, Line(end, size, o.delay / 1e3))
-        back = Line(end, 4, o.delay / 1e3)
-        for streams in _STREAMS:
-            answer(engine, back, streams, o.tokens)
-
-
-def answer(engine: Engine, back: Line, streams: int, tokens: int) -> None:
-    """Compute the second half of the layers for a token of each stream in turn."""
-    states = [engine.new_state() for _ in range(streams)]
-    for state in states:
-        engine.begin_request(state)
-    for _ in range(tokens):
-        for state in states:
-            back.send(checksum(engine.extend(state, [0])))
-
-
-def checksum(logits: NDArray[np.float32]) -> bytes:
-    return crc32(logits.tobytes()).to_bytes(4, "little")
+    """Serve the second half of the layers until this process is ended."""
+    given = configured(o, "lru", f"{min(100, 2 * float(o.share[:-1]))}%")
+    manifest, folder = model.ours("q4"), model.folder("q4")
+    with listener() as door, listener() as far:
+        stage = Stage(manifest, folder, o.layers // 2, o.layers, given, model.settings)
+        threading.Thread(
+            target=delayed, args=(far, door.getsockname()[1], o.delay / 1e3), daemon=True
+        ).start()
+        up.send(far.getsockname()[1])
+        stage.serve(door, print)
 
 
 @contextmanager
-def pipeline(model: RaceModel, o: argparse.Namespace) -> Iterator[tuple[Engine, Line]]:
-    """Yield the engine of stage 0, and the line by which stage 1 answers."""
+def pipeline(model: RaceModel, o: argparse.Namespace) -> Iterator[Engine]:
+    """Yield the engine of the first half, which uses the second one."""
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.Process(target=last_stage, args=(theirs, model, o), daemon=True)
     process.start()
-    with opened(model, o, "lru") as engine:
-        end = socket.create_connection(("127.0.0.1", ours.recv()))
-        with end:
-            size = 2 * config_of(o.layers)["hidden_size"]
-            make_stage(engine, 0, Line(end, size, o.delay / 1e3))
-            yield engine, Line(end, 4, o.delay / 1e3)
-            process.join()
+    share = f"{min(100, 2 * float(o.share[:-1]))}%"  # of its half of the experts
+    given = configured(o, "lru", share, f"127.0.0.1:{ours.recv()}")
+    with Engine.open(model.ours("q4"), model.folder("q4"), given, model.settings) as engine:
+        yield engine
+    process.terminate()
+    process.join()
 
 
-def run_pipeline(
-    engine: Engine, back: Line, texts: Sequence[Sequence[int]]
-) -> tuple[float, list[list[bytes]]]:
+def checksum(logits: NDArray[np.float32]) -> int:
+    return crc32(logits.tobytes())
+
+
+def run_pipeline(engine: Engine, texts: Sequence[Sequence[int]]) -> tuple[float, list[list[int]]]:
     """Return the seconds of the tokens that count, and each stream's checksums."""
     states = [engine.new_state() for _ in texts]
     for state in states:
         engine.begin_request(state)
-    found: list[list[bytes]] = [[] for _ in texts]
+    found: list[list[int]] = [[] for _ in texts]
     begin, warm = 0.0, len(texts[0]) // _WARM
     for place in range(len(texts[0])):
         if place == warm:
             begin = time.perf_counter()
-        for number, state in enumerate(states):
-            if place:
-                found[number].append(back.receive())
-            engine.extend(state, [texts[number][place]])
-    for checks in found:
-        checks.append(back.receive())
+        tokens = [ids[place] for ids in texts]
+        for checks, logits in zip(
+            found, engine.step(list(zip(states, tokens, strict=True))), strict=True
+        ):
+            checks.append(checksum(logits))
     return time.perf_counter() - begin, found
 
 
@@ -167,8 +164,9 @@ def run_replica(
 ) -> dict[str, Any]:
     """Return the figures of the first text, in one engine that reads what is not in memory."""
     tokens, warm = texts[0], o.tokens // _WARM
-    checks = list[bytes]()
-    with opened(model, o, EngineConfig().policy) as engine:
+    checks = list[int]()
+    given = configured(o, EngineConfig().policy, o.share)
+    with Engine.open(model.ours("q4"), model.folder("q4"), given, model.settings) as engine:
         state = engine.new_state()
         engine.begin_request(state)
         for token in texts[1]:
@@ -199,10 +197,10 @@ def main() -> None:
     texts = [text(ROUTING, fitted(config, ROUTING), o.tokens, 0, seed) for seed in (0, 1)]
     replica = run_replica(model, texts, o)
     counted = o.tokens - o.tokens // _WARM
-    with pipeline(model, o) as (engine, back):
-        run_pipeline(engine, back, texts[1:])
-        one_s, (one,) = run_pipeline(engine, back, texts[:1])
-        two_s, (two, _) = run_pipeline(engine, back, texts)
+    with pipeline(model, o) as engine:
+        run_pipeline(engine, texts[1:])
+        one_s, (one,) = run_pipeline(engine, texts[:1])
+        two_s, (two, _) = run_pipeline(engine, texts)
     assert one == two == replica.pop("checks"), "the logits differ"
     print(json.dumps({
         "replica": replica,
