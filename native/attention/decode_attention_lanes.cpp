@@ -13,6 +13,11 @@
 #include <arm_neon.h>
 #endif
 
+#if defined(__aarch64__)  // every one of them fuses
+#define MOEINF_LANE_FUSED(a, b, c) \
+    vfmaq_f32((float32x4_t)(c), (float32x4_t)(a), (float32x4_t)(b))
+#endif
+
 #define MOEINF_LANES portable
 #define MOEINF_LANE_FLOATS 4
 #include "attention/decode_attention_lanes.h"
@@ -29,9 +34,11 @@
 #endif
 #define MOEINF_LANES avx2
 #define MOEINF_LANE_FLOATS 8
+#define MOEINF_LANE_FUSED(a, b, c) _mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(c))
 #include "attention/decode_attention_lanes.h"
 #undef MOEINF_LANES
 #undef MOEINF_LANE_FLOATS
+#undef MOEINF_LANE_FUSED
 #ifdef __clang__
 #pragma clang attribute pop
 #else
@@ -47,9 +54,11 @@
 #endif
 #define MOEINF_LANES avx512
 #define MOEINF_LANE_FLOATS 16
+#define MOEINF_LANE_FUSED(a, b, c) _mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(c))
 #include "attention/decode_attention_lanes.h"
 #undef MOEINF_LANES
 #undef MOEINF_LANE_FLOATS
+#undef MOEINF_LANE_FUSED
 #ifdef __clang__
 #pragma clang attribute pop
 #else
@@ -70,6 +79,7 @@
 #include "attention/decode_attention_lanes.h"
 #undef MOEINF_LANES
 #undef MOEINF_LANE_FLOATS
+#undef MOEINF_LANE_FUSED
 #undef MOEINF_LANE_SDOT
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -1,8 +1,10 @@
-// One task of decode attention, and the row operations around it, in vectors of kFloats floats.
+// One task of decode attention, in vectors of kFloats floats. row_math_lanes.h has the row
+// operations around it.
 // decode_attention_lanes.cpp includes this once for each kind of processor. It defines:
 //
 //   MOEINF_LANES        the namespace
 //   MOEINF_LANE_FLOATS  the number of floats in a vector
+//   MOEINF_LANE_FUSED   a * b + c of vectors with one rounding, if the processor has it
 //   MOEINF_LANE_SDOT    if the processor has NEON's dot product
 //
 // No include guard and no includes: included code must not be compiled for one processor only.
@@ -27,6 +29,28 @@ typedef std::uint16_t LooseScale __attribute__((may_alias));
 
 static_assert(kTileKeys % kFloats == 0);
 static_assert(kQ8Values % kFloats == 0);
+
+// Returns a * b + c, with one rounding where the processor has that instruction. No compiler fuses
+// by itself (-ffp-contract=off), so all of them give the same bits.
+inline Vector fused(Vector a, Vector b, Vector c) noexcept {
+#ifdef MOEINF_LANE_FUSED
+    return (Vector)MOEINF_LANE_FUSED(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+
+inline Vector fused(float a, Vector b, Vector c) noexcept {
+    return fused(a - Vector{}, b, c);
+}
+
+inline float fused(float a, float b, float c) noexcept {
+#ifdef MOEINF_LANE_FUSED
+    return __builtin_fmaf(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
 
 inline Vector load(const float* at) noexcept {
     return *reinterpret_cast<const LooseVector*>(at);
@@ -103,12 +127,12 @@ inline Vector power_of_two(Vector x) noexcept {
     const Vector whole = (x + kRounder) - kRounder;
     const Vector t = x - whole;
     Vector y = Vector{} + 1.535336188319500e-4f;
-    y = y * t + 1.339887440266574e-3f;
-    y = y * t + 9.618437357674640e-3f;
-    y = y * t + 5.550332471162809e-2f;
-    y = y * t + 2.402264791363012e-1f;
-    y = y * t + 6.931472028550421e-1f;
-    y = y * t + 1.0f;
+    y = fused(y, t, Vector{} + 1.339887440266574e-3f);
+    y = fused(y, t, Vector{} + 9.618437357674640e-3f);
+    y = fused(y, t, Vector{} + 5.550332471162809e-2f);
+    y = fused(y, t, Vector{} + 2.402264791363012e-1f);
+    y = fused(y, t, Vector{} + 6.931472028550421e-1f);
+    y = fused(y, t, Vector{} + 1.0f);
     return y * (Vector)((__builtin_convertvector(whole, Whole) + 127) << 23);
 }
 
@@ -143,14 +167,15 @@ inline void score(const Task& task, const Item* keys, std::size_t head, std::siz
         }
         for (std::size_t h = 0; h < Heads; ++h) {
             const Vector x = load(q + h * task.key_width + d);
-            for (std::size_t i = 0; i < Keys; ++i) sums[h][i] += x * k[i];
+            for (std::size_t i = 0; i < Keys; ++i) sums[h][i] = fused(x, k[i], sums[h][i]);
         }
     }
     for (std::size_t h = 0; h < Heads; ++h)
         for (std::size_t i = 0; i < Keys; ++i) {
             float sum = sum_of(sums[h][i]);
             for (std::size_t rest = d; rest < task.key_width; ++rest)
-                sum += q[h * task.key_width + rest] * one_at(row + i * task.key_stride, rest);
+                sum = fused(q[h * task.key_width + rest],
+                            one_at(row + i * task.key_stride, rest), sum);
             scores.of[head + h][key + i] = sum * task.scale;
         }
 }
@@ -178,7 +203,7 @@ inline void add_columns(const Task& task, const Item* values, std::size_t head, 
         for (std::size_t c = 0; c < Vectors; ++c) v[c] = load_at(row, column + c * kFloats);
         for (std::size_t h = 0; h < Heads; ++h)
             for (std::size_t c = 0; c < Vectors; ++c)
-                sums[h][c] += weights.of[head + h][key] * v[c];
+                sums[h][c] = fused(weights.of[head + h][key], v[c], sums[h][c]);
     }
     for (std::size_t h = 0; h < Heads; ++h)
         for (std::size_t c = 0; c < Vectors; ++c)
@@ -197,7 +222,8 @@ inline void add_values(const Task& task, const Item* values, std::size_t head, s
         for (std::size_t h = head; h < head + Heads; ++h) {
             float& sum = task.partials[h * task.partial_stride + column];
             for (std::size_t key = 0; key < count; ++key)
-                sum += weights.of[h][key] * one_at(values + key * task.value_stride, column);
+                sum = fused(weights.of[h][key],
+                            one_at(values + key * task.value_stride, column), sum);
         }
 }
 
@@ -288,104 +314,7 @@ void run_q8(const Task& task) noexcept {
 }
 #endif
 
-constexpr std::size_t kRowsAtOnce = 8;
-constexpr std::size_t kColumnsAtOnce = 1024;  // sums that fit in the nearest cache
-
-template <std::size_t Rows>
-inline void add_rows(const std::uint16_t* weights, std::size_t width, std::size_t columns,
-                     const std::uint16_t* x, float* sums) noexcept {
-    std::size_t column = 0;
-    for (; column + kFloats <= columns; column += kFloats) {
-        Vector sum = load(sums + column);
-        for (std::size_t row = 0; row < Rows; ++row)
-            sum += widen(x[row]) * load(weights + row * width + column);
-        store(sums + column, sum);
-    }
-    for (; column < columns; ++column)
-        for (std::size_t row = 0; row < Rows; ++row)
-            sums[column] += widen(x[row]) * widen(weights[row * width + column]);
-}
-
-void sum_rows(const std::uint16_t* weights, std::size_t rows, std::size_t width,
-              const std::uint16_t* x, std::uint16_t* out) noexcept {
-    for (std::size_t first = 0; first < width; first += kColumnsAtOnce) {
-        const std::size_t left = width - first;
-        const std::size_t columns = left < kColumnsAtOnce ? left : kColumnsAtOnce;
-        float sums[kColumnsAtOnce];
-        for (std::size_t column = 0; column < columns; ++column) sums[column] = 0;
-        const std::uint16_t* from = weights + first;
-        std::size_t row = 0;
-        for (; row + kRowsAtOnce <= rows; row += kRowsAtOnce)
-            add_rows<kRowsAtOnce>(from + row * width, width, columns, x + row, sums);
-        for (; row < rows; ++row) add_rows<1>(from + row * width, width, columns, x + row, sums);
-        for (std::size_t column = 0; column < columns; ++column)
-            out[first + column] = narrow(sums[column]);
-    }
-}
-
-void dot_rows(const std::uint16_t* weights, std::size_t rows, std::size_t width,
-              const std::uint16_t* x, std::uint16_t* out) noexcept {
-    for (std::size_t row = 0; row < rows; ++row) {
-        const std::uint16_t* at = weights + row * width;
-        Vector sums[4] = {};
-        std::size_t column = 0;
-        for (; column + 4 * kFloats <= width; column += 4 * kFloats)
-            for (std::size_t i = 0; i < 4; ++i)
-                sums[i] += load(at + column + i * kFloats) * load(x + column + i * kFloats);
-        float sum = sum_of((sums[0] + sums[1]) + (sums[2] + sums[3]));
-        for (; column < width; ++column) sum += widen(at[column]) * widen(x[column]);
-        out[row] = narrow(sum);
-    }
-}
-
-// Returns 1 / sqrt(mean(x²) + eps).
-inline float norm_factor(std::size_t width, float eps, const std::uint16_t* x) noexcept {
-    Vector sums[2] = {};
-    std::size_t i = 0;
-    for (; i + 2 * kFloats <= width; i += 2 * kFloats)
-        for (std::size_t k = 0; k < 2; ++k) {
-            const Vector value = load(x + i + k * kFloats);
-            sums[k] += value * value;
-        }
-    float sum = sum_of(sums[0] + sums[1]);
-    for (; i < width; ++i) sum += widen(x[i]) * widen(x[i]);
-    return 1.0f / __builtin_sqrtf(sum / static_cast<float>(width) + eps);
-}
-
-void norm(const std::uint16_t* weight, std::size_t width, float eps, const std::uint16_t* x,
-          std::uint16_t* out) noexcept {
-    const float factor = norm_factor(width, eps, x);
-    std::size_t i = 0;
-    for (; i + kFloats <= width; i += kFloats)
-        store(out + i, round_to_half(load(x + i) * factor) * load(weight + i));
-    for (; i < width; ++i) out[i] = narrow(widen(narrow(widen(x[i]) * factor)) * widen(weight[i]));
-}
-
-void wide_norm(const float* weight, std::size_t width, float eps, const std::uint16_t* x,
-               std::uint16_t* out) noexcept {
-    const float factor = norm_factor(width, eps, x);
-    std::size_t i = 0;
-    for (; i + kFloats <= width; i += kFloats)
-        store(out + i, load(x + i) * factor * load(weight + i));
-    for (; i < width; ++i) out[i] = narrow(widen(x[i]) * factor * weight[i]);
-}
-
-void rotate_half(const std::uint16_t* x, const float* cos, const float* sin, std::size_t width,
-                 std::uint16_t* out) noexcept {
-    const std::size_t half = width / 2;
-    std::size_t i = 0;
-    for (; i + kFloats <= half; i += kFloats) {
-        const Vector a = load(x + i), b = load(x + i + half);
-        const Vector c = load(cos + i), s = load(sin + i);
-        store(out + i, a * c - b * s);
-        store(out + i + half, b * c + a * s);
-    }
-    for (; i < half; ++i) {
-        const float a = widen(x[i]), b = widen(x[i + half]);
-        out[i] = narrow(a * cos[i] - b * sin[i]);
-        out[i + half] = narrow(b * cos[i] + a * sin[i]);
-    }
-}
+#include "attention/row_math_lanes.h"
 
 }  // namespace
 }  // namespace moeinf::attention::MOEINF_LANES

@@ -159,9 +159,11 @@ inline void add_values(const Task& task, const Q8* values, std::size_t head, std
         for (; column < columns; ++column)
             for (std::size_t h = 0; h < Heads; ++h) {
                 float& sum = task.partials[(head + h) * task.partial_stride + first + column];
-                for (std::size_t key = 0; key < count; ++key)
-                    sum += weights[h][key] *
-                           static_cast<std::int8_t>(at[key * task.value_stride + column].byte);
+                for (std::size_t key = 0; key < count; ++key) {
+                    const auto code =
+                        static_cast<std::int8_t>(at[key * task.value_stride + column].byte);
+                    sum = fused(weights[h][key], static_cast<float>(code), sum);
+                }
             }
     }
 }

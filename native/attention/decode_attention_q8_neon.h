@@ -81,7 +81,9 @@ inline void score_q8(const Task& task, const Q8* keys, std::size_t head, std::si
             const float scale = q8_scale(block);
 #pragma GCC unroll 8
             for (std::size_t h = 0; h < Heads; ++h)
-                sums[h][i] += block_dot(q + h * stride + b * kPackedBlock, first, second) * scale;
+                sums[h][i] =
+                    fused(scale, block_dot(q + h * stride + b * kPackedBlock, first, second),
+                          sums[h][i]);
         }
     }
     const std::size_t existing = count - key < kKeys ? count - key : kKeys;
@@ -128,9 +130,12 @@ inline void add_values(const Task& task, const Q8* values, std::size_t head, std
         for (; column + kFloats <= columns; column += kFloats)
             add_columns<Heads, 1>(here, at, 0, column, count, weights);
         for (; column < columns; ++column)
-            for (std::size_t h = 0; h < Heads; ++h)
-                for (std::size_t key = 0; key < count; ++key)
-                    here.partials[h * task.partial_stride + column] +=
-                        weights.of[h][key] * at[key * task.value_stride + column].byte;
+            for (std::size_t h = 0; h < Heads; ++h) {
+                float& sum = here.partials[h * task.partial_stride + column];
+                for (std::size_t key = 0; key < count; ++key) {
+                    const std::int8_t code = at[key * task.value_stride + column].byte;
+                    sum = fused(weights.of[h][key], static_cast<float>(code), sum);
+                }
+            }
     }
 }

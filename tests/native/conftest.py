@@ -47,12 +47,13 @@ def drivers(
 ) -> Iterator[Drivers]:
     """Return the C++ drivers, cached by pytest between runs.
 
-    If a long test is selected, all are built in the background.
+    If a long test of test_drivers.py is selected, all are built in the background.
     """
     cache = getattr(request.config, "cache", None)
     folder = cache.mkdir("native-drivers") if cache else tmp_path_factory.mktemp("drivers")
     drivers = Drivers(folder)
-    if any(item.get_closest_marker("full") for item in request.session.items):
+    items = [item for item in request.session.items if item.path.name == "test_drivers.py"]
+    if any(item.get_closest_marker("full") for item in items):
         drivers.start(PROGRAMS)
     yield drivers
     drivers.close()

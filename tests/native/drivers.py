@@ -7,9 +7,11 @@ text in a copy of native/, so the product has no test hooks.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -44,7 +46,7 @@ class Fault:
 class Program:
     """A program of tests/native/<driver>.cpp and files of native/, with -fsanitize=<sanitizer>.
 
-    One for aarch64 runs in an emulator.
+    One for aarch64 runs in an emulator. `zig` is clang from the package ziglang.
     """
 
     driver: str
@@ -52,14 +54,15 @@ class Program:
     sanitizer: str = ""
     fault: Fault | None = field(default=None)
     aarch64: bool = False
+    zig: bool = False
 
     @property
     def flags(self) -> list[str]:
         more = ["-rdynamic"] if self.driver == "device_driver" else []  # it is its own libcuda
-        if self.driver == "kernels_driver":
+        if self.driver in ("attention_driver", "kernels_driver"):
             more += _KERNEL_FLAGS
-        if self.driver == "attention_driver":
-            more += ["-ffp-contract=fast", "-Wno-psabi"]
+        if self.zig:
+            more += ["-fno-sanitize=undefined"]  # zig instruments by default
         if self.aarch64:
             more += ["-static"]  # the emulator needs no libraries of that processor
         if self.sanitizer:
@@ -214,11 +217,19 @@ def _emulator() -> str:
     pytest.skip(f"no {_EMULATORS[0]} to run programs for aarch64 with")
 
 
-def _built(program: Program, folder: Path) -> Path:
+def _compiler(program: Program) -> tuple[str, ...]:
+    if program.zig:
+        if importlib.util.find_spec("ziglang") is None:
+            pytest.skip("pip install ziglang")
+        return (sys.executable, "-m", "ziglang", "c++")
     name = _CROSS_COMPILER if program.aarch64 else "g++"
-    compiler = shutil.which(name)
-    if compiler is None:
+    if (found := shutil.which(name)) is None:
         pytest.skip(f"no {name} to build the driver with")
+    return (found,)
+
+
+def _built(program: Program, folder: Path) -> Path:
+    compiler = _compiler(program)
     path = folder / f"{program.driver}-{_digest(program, compiler)}"
     if path.exists():
         return path
@@ -227,7 +238,7 @@ def _built(program: Program, folder: Path) -> Path:
         native = NATIVE if program.fault is None else _with_fault(program.fault, place)
         made = place / "program"
         build = subprocess.run(
-            [compiler, *program.flags, f"-I{native}", f"-o{made}"]
+            [*compiler, *program.flags, f"-I{native}", f"-o{made}"]
             + [str(Path(__file__).with_name(f"{program.driver}.cpp"))]
             + [str(native / source) for source in program.sources],
             capture_output=True,
@@ -250,7 +261,7 @@ def _with_fault(fault: Fault, place: Path) -> Path:
     return copy
 
 
-def _digest(program: Program, compiler: str) -> str:
+def _digest(program: Program, compiler: tuple[str, ...]) -> str:
     here = Path(__file__).parent
     files = [*NATIVE.rglob("*.h"), *here.glob("*.h"), here / f"{program.driver}.cpp"]
     files += here.glob("fake_*.cpp")
@@ -262,5 +273,5 @@ def _digest(program: Program, compiler: str) -> str:
 
 
 @cache
-def _version(compiler: str) -> str:
-    return subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
+def _version(compiler: tuple[str, ...]) -> str:
+    return subprocess.run([*compiler, "--version"], capture_output=True, text=True).stdout

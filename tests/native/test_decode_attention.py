@@ -21,6 +21,7 @@ from moeinf.native import (
     kv_q8_row_bytes,
     set_compute_threads,
 )
+from tests.native.drivers import ATTENTION_FILES, Drivers, Program
 
 PATHS = ["portable", "neon", "avx2", "avx512", "avx512bf16"]  # from slow to fast
 HERE = [
@@ -28,6 +29,9 @@ HERE = [
     for path in PATHS[: PATHS.index(attention_path()) + 1]
     if path != "neon" or platform.machine() == "aarch64"
 ]
+
+
+RESULTS = 3 * 7  # of the driver: caches times shapes
 
 
 @dataclass(frozen=True)
@@ -185,6 +189,19 @@ def test_q8_against_float64(name: str, path: str) -> None:
     assert bool((wrong <= 2**-8 * exact.abs() + 2e-4).all())
     ideal = (exact.bfloat16().double() - exact).pow(2).mean()
     assert float(wrong.pow(2).mean()) < 1.1 * float(ideal)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)  # with two builds, beside other builds
+def test_bits_do_not_depend_on_the_compiler(drivers: Drivers) -> None:
+    """Compare GCC's results with those of zig's clang on every path of this processor."""
+    gcc, zig = (Program("attention_driver", ATTENTION_FILES, zig=zig) for zig in (False, True))
+    drivers.start([gcc, zig])
+    for path in HERE:
+        wanted, found = (drivers.run(program, path) for program in (gcc, zig))
+        assert (wanted.returncode, found.returncode) == (0, 0), found.stderr
+        assert len(wanted.stdout.splitlines()) == RESULTS
+        assert found.stdout == wanted.stdout
 
 
 def test_q8_rows() -> None:
