@@ -6,7 +6,7 @@ class Moeinf < Formula
 
   desc "Runs big Mixture-of-Experts models on machines with little memory"
   homepage "https://pypi.org/project/moeinf/"
-  url "https://files.pythonhosted.org/packages/source/m/moeinf/moeinf-0.1.0.tar.gz"
+  url "https://files.pythonhosted.org/packages/source/m/moeinf/moeinf-0.2.0.tar.gz"
   sha256 "0000000000000000000000000000000000000000000000000000000000000000"
   license "Apache-2.0"
 

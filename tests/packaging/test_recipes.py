@@ -47,6 +47,18 @@ def test_the_recipes_name_this_version_and_one_sdist() -> None:
     assert build["url"] == formula(FORMULA, "homepage")
 
 
+def test_the_version_is_the_same_everywhere() -> None:
+    """Above the changelog's newest version, Unreleased collects what comes next."""
+    version = PROJECT["project"]["version"]
+    citation = (ROOT / "CITATION.cff").read_text()
+    (cited,) = re.findall(r"^version: (.+)$", citation, re.MULTILINE)
+    (date,) = re.findall(r"^date-released: (.+)$", citation, re.MULTILINE)
+    sections = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert (cited, sections[:2]) == (version, ["[Unreleased]", f"[{version}] - {date}"])
+    minor = version.rpartition(".")[0]
+    assert f"| {minor}.x, the newest" in (ROOT / "SECURITY.md").read_text()
+
+
 def test_a_release_sets_version_and_hash(tmp_path: Path) -> None:
     for name in RECIPES:
         (tmp_path / name).parent.mkdir()
