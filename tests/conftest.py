@@ -6,6 +6,7 @@ import ctypes
 import gc
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -53,6 +54,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     tests: dict[str, list[pytest.Function]] = {}
     for item in items:
+        if sys.platform != "linux" and (mark := item.get_closest_marker("linux")):
+            item.add_marker(pytest.mark.skip(f"needs Linux: {mark.args[0]}"))
         if not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
             continue
         item.extra_keyword_matches.update(families_of(item.callspec.params.values()))
@@ -110,7 +113,8 @@ def memory() -> Iterator[None]:
     """Free memory after each file: cyclic garbage and the allocator's cache."""
     yield
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def ignore(*_: object) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import re
 import select
-import termios
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TextIO
 
+import pytest
 from rich.cells import get_character_cell_size
+
+termios = pytest.importorskip("termios", reason="needs pseudo-terminals, which Windows lacks")
 
 _PARTS = re.compile(r"\x1b\[([0-9;?]*)([a-zA-Z])|(.)", re.DOTALL)
 

@@ -144,6 +144,7 @@ def test_log_lines_of_the_server() -> None:
     assert line == SHOWN
 
 
+@pytest.mark.linux("writes to /dev/full")
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

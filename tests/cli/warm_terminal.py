@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
-import termios
 from collections.abc import Mapping
 from typing import Any
 
 import pexpect
-from ptyprocess import PtyProcess
+import pytest
 
 from tests.cli.warm import Warm
+
+NO_TERMINALS = "needs pseudo-terminals, which Windows lacks"
+termios = pytest.importorskip("termios", reason=NO_TERMINALS)
+PtyProcess = pytest.importorskip("ptyprocess", reason=NO_TERMINALS).PtyProcess
 
 
 def spawn(

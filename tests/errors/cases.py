@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from huggingface_hub import constants
 from prompt_toolkit.application import create_app_session
 from prompt_toolkit.input import create_pipe_input
@@ -310,6 +311,8 @@ def _(place: Place) -> list[str]:
 
 @case("output_failed")
 def _(place: Place) -> list[str]:
+    if sys.platform != "linux":
+        pytest.skip("needs Linux: writes to /dev/full")
     full = place.later.enter_context(open("/dev/full", "w"))  # noqa: PTH123, SIM115
     place.patch.setattr(sys, "stdout", full)
     return ["list", "--json"]

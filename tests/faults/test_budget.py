@@ -19,6 +19,7 @@ from scripts.make_checkpoint import config, make_checkpoint
 from tests.conftest import pull
 from tests.faults.conftest import Tally
 
+pytestmark = pytest.mark.linux("makes a memory cgroup")
 GROUPS = (
     (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"),
     (Path("/sys/fs/cgroup"), "memory.max"),

@@ -16,6 +16,7 @@ REST = ("eio", "memory", "eio thrice", "short", "slow")
 INSIDE = Path(__file__).with_name("inside.py")
 
 
+@pytest.mark.linux("preloads a library")
 @pytest.mark.parametrize(
     "what",
     ["flip", *(pytest.param(what, marks=pytest.mark.full) for what in REST)],

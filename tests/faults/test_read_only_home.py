@@ -11,6 +11,7 @@ import pytest
 
 from tests.cli.conftest import COMMAND, Result, environment
 
+pytestmark = pytest.mark.linux("mounts in a namespace of its own")
 READ_ONLY = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@"'
 
 

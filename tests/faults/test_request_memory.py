@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import resource
 import socket
 import subprocess
 import time
@@ -23,6 +22,7 @@ from tests.cli.conftest import COMMAND, environment
 from tests.faults.conftest import EVERY, Tally
 from tests.server.request_shapes import MODEL, least, places
 
+resource = pytest.importorskip("resource", reason="needs limits of processes, which Windows lacks")
 TIMES = 16  # multiple of the body
 FREE_BYTES = 16 << 20  # for short bodies with many small objects
 ITEMS = 1_000_000
@@ -111,6 +111,7 @@ def check(server: Process, method: str, path: str, body: str, what: str) -> int:
     return status
 
 
+@pytest.mark.linux("reads /proc")
 def test_lists_of_a_million_wrong_items(
     server: Process, document: dict[str, Any], tally: Tally
 ) -> None:
@@ -124,6 +125,7 @@ def test_lists_of_a_million_wrong_items(
             tally(f"status {status}")
 
 
+@pytest.mark.linux("reads /proc")
 def test_objects_of_many_fields(server: Process, document: dict[str, Any], tally: Tally) -> None:
     fields = ",".join(f'"k{number}":{number}' for number in range(60_000))
     for place in places(document):
@@ -132,6 +134,7 @@ def test_objects_of_many_fields(server: Process, document: dict[str, Any], tally
             tally(f"status {check(server, place.method, place.path, body, str(place))}")
 
 
+@pytest.mark.linux("reads /proc")
 def test_as_many_items_as_are_taken(
     server: Process, document: dict[str, Any], tally: Tally
 ) -> None:
@@ -146,6 +149,7 @@ def test_as_many_items_as_are_taken(
                 tally(f"status {status}")
 
 
+@pytest.mark.linux("reads /proc")
 def test_enums_of_millions_and_options(server: Process, tally: Tally) -> None:
     names = ",".join(f'"{number}"' for number in range(900_000))
     numbers = ",".join(map(str, range(1_000_000)))
@@ -158,6 +162,7 @@ def test_enums_of_millions_and_options(server: Process, tally: Tally) -> None:
             tally(f"status {check(server, 'POST', path, body, path)}")
 
 
+@pytest.mark.linux("reads /proc")
 def test_many_bodies_that_are_half_sent(server: Process, tally: Tally) -> None:
     """40 of them once held 1.3 GB for a minute."""
     host, port = server.client.base_url.host, server.client.base_url.port

@@ -58,6 +58,7 @@ def held() -> tuple[int, int]:
     return len(links) - shards, sum(1 for _ in Path("/proc/self/task").iterdir())
 
 
+@pytest.mark.linux("reads /proc")
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_at_every_token(
     kind: signal.Signals, open_engine: Callable[..., Engine], tally: Tally

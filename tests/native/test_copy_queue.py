@@ -347,6 +347,7 @@ def test_close_in_the_middle_of_reading(pool, make_shard, round_):
             assert isinstance(ended[ticket], Cancelled)
 
 
+@pytest.mark.linux("reads /proc")
 def test_the_queue_keeps_its_pool_and_closes_when_collected(make_shard):
     pool = SlotPool(4, 2 * PAGE_BYTES)
     queue = CopyQueue(pool, readers=2)

@@ -174,6 +174,7 @@ def test_names_that_are_not_text_come_back_in_the_error(tmp_path, pool):
     assert os.fsencode(caught.value.filename) == name
 
 
+@pytest.mark.linux("reads /proc")
 @MODES
 def test_more_files_than_descriptors(make_shard, pool, direct):
     shards = [make_shard(f"E{i:03}", 100 + i) for i in range(40)]
@@ -191,6 +192,7 @@ def test_more_files_than_descriptors(make_shard, pool, direct):
     assert count_in("/proc/self/fd") == before
 
 
+@pytest.mark.linux("uses /dev/shm")
 def test_direct_falls_back_where_the_file_system_refuses(pool):
     """The bytes must be right with and without O_DIRECT; older tmpfs in /dev/shm refuses it."""
     if not os.access("/dev/shm", os.W_OK):

@@ -39,6 +39,7 @@ def test_platform_compiles_for_a_system(target: str, tmp_path: Path) -> None:
     assert "no member named 'none'" in check_systems.compiled(target, None, tmp_path, source)
 
 
+@pytest.mark.linux("reads /proc")
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="asks x86-64's features")
 def test_kernels_are_those_that_the_processor_has() -> None:
     """Compare with the system's list. A compiler's own answer may be no for every feature."""

@@ -105,6 +105,7 @@ def test_asking_for_a_resident_expert_costs_a_few_empty_calls(queue, source):
     assert ratio <= 6, ratio
 
 
+@pytest.mark.linux("preloads a library")
 def test_a_hung_read_is_a_timeout_that_names_the_file(make_shard, tmp_path):
     """A function that sleeps replaces pread.
 

@@ -69,6 +69,7 @@ def test_torch_views_share_the_memory_and_keep_the_arena():
     assert tensor[1, 3] == 77
 
 
+@pytest.mark.linux("reads /proc")
 def test_views_keep_the_arena_alive_and_the_last_one_frees_it():
     pool = SlotPool(1, 64 * MIB)
     memoryview(pool)[0, 0] = 1
@@ -97,6 +98,7 @@ def test_the_pool_is_collected_with_its_last_view():
     assert collected == [True]
 
 
+@pytest.mark.linux("reads /proc")
 @pytest.mark.parametrize("slots", [1, 3, 700])
 def test_resident_memory_never_exceeds_the_arena(slots):
     """Measured in a fresh process: one byte of each slot is touched, then every page."""
@@ -132,6 +134,7 @@ def test_what_no_process_can_address_is_a_memory_error(slots, slot_bytes):
         SlotPool(slots, slot_bytes)
 
 
+@pytest.mark.linux("reads /proc")
 def test_what_this_machine_does_not_have_is_a_memory_error_naming_the_bytes():
     bytes_ = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * 100
     if Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "1":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import subprocess
 import time
@@ -16,6 +15,7 @@ import pytest
 from moeinf.runtime import limited_process
 from moeinf.runtime.limited_process import LimitedProcess, LimitExceeded, Refused
 
+resource = pytest.importorskip("resource", reason="needs limits of processes, which Windows lacks")
 _CHILD = """
 import ctypes, os, time
 from moeinf.runtime.limited_process import serve
@@ -98,6 +98,7 @@ def test_a_copy_of_a_child_that_has_died(child: LimitedProcess) -> None:
     child.copy().close()
 
 
+@pytest.mark.linux("reads /proc")
 def test_a_copy_ends_with_its_parent(child: LimitedProcess) -> None:
     """Its channel then closes, as when the parent is killed."""
     child.ask({"do": "said"}, 20)

@@ -14,26 +14,12 @@ from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parents[2]
 CHILD = """
-import ctypes, importlib, json, os, pkgutil, select, signal, socket, sys
+import ctypes, importlib, json, os, pkgutil, sys
 from types import SimpleNamespace
 
-system, home = sys.argv[1:]
-gone = {
-    "win32": {
-        "modules": "fcntl resource termios tty pwd grp",
-        os: "O_CLOEXEC O_DIRECT O_DIRECTORY O_NOFOLLOW O_NONBLOCK pread preadv pwrite sysconf "
-            "sched_getaffinity posix_fadvise getuid fork pidfd_open RWF_NOWAIT",
-        signal: "SIGALRM SIGCHLD SIGHUP SIGKILL setitimer alarm pidfd_send_signal",
-        select: "poll",
-        socket: "AF_UNIX send_fds recv_fds",
-    },
-    "darwin": {
-        "modules": "",
-        os: "O_DIRECT sched_getaffinity posix_fadvise pidfd_open RWF_NOWAIT",
-        signal: "pidfd_send_signal",
-    },
-}[system]
+system, home, root = sys.argv[1:]
 FLOORS = ("errors", "native", "api", "cli", "models", "offload", "runtime", "server")
 
 
@@ -50,14 +36,12 @@ def import_all():
 
 import_all()
 import rich.console  # it looks at the system once
+sys.path.append(root)
+from tests.other_systems import take_away
 for name in list(sys.modules):
     if name.startswith("moeinf.") and name.split(".")[1] not in ("errors", "native"):
         del sys.modules[name]
-for name in gone.pop("modules").split():
-    sys.modules[name] = None  # its import now fails
-for module, names in gone.items():
-    for name in names.split():
-        del vars(module)[name]
+take_away(system)
 
 
 def installed(kib):
@@ -67,7 +51,6 @@ def installed(kib):
 
 kernel = SimpleNamespace(GetPhysicallyInstalledSystemMemory=installed)
 ctypes.windll = SimpleNamespace(kernel32=kernel)
-sys.platform = system
 count = import_all()
 from moeinf.cli.main import answer
 os.environ["MOEINF_HOME"] = home
@@ -81,7 +64,7 @@ print(json.dumps({"modules": count, "codes": codes}), file=sys.__stderr__)
 
 def listed(system: str, home: Path) -> tuple[dict[str, int], str]:
     environment = {**os.environ, "MOEINF_NO_SERVER": "1", "PYTHONPATH": ""}
-    command = [sys.executable, "-P", "-c", CHILD, system, str(home)]
+    command = [sys.executable, "-P", "-c", CHILD, system, str(home), str(ROOT)]
     ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
     assert ended.returncode == 0, ended.stderr
     *said, last = ended.stderr.strip().splitlines()

@@ -168,7 +168,7 @@ def test_at_any_moment(command: list[str], demo_home: Path, tmp_path: Path) -> N
     assert codes.count(130) >= MOMENTS // 2
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.linux("reads /proc")
 def test_who_ignores_interrupts_for_us_is_obeyed(tmp_path: Path) -> None:
     shell = subprocess.run(
         ["sh", "-c", 'trap "" INT; "$@" & wait $!', "sh", *COMMAND, "list"],

@@ -63,7 +63,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
+@pytest.mark.linux("reads /proc")
 def test_untouched_pages_cost_nothing() -> None:
     layout = CacheLayout(4, ((8, 128), (8, 128)), torch.float32, torch.device("cpu"))
     before = resident_bytes()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import random
 from collections.abc import Callable
@@ -14,6 +13,8 @@ import pytest
 from moeinf.native import PAGE_BYTES
 from moeinf.offload.format.direct_io import BLOCK_BYTES, DirectReader, DirectWriter
 
+fcntl = pytest.importorskip("fcntl", reason="needs the flags of open files, which Windows lacks")
+pytestmark = pytest.mark.linux("opens files with O_DIRECT")
 SIZES = [0, 1, PAGE_BYTES - 1, PAGE_BYTES, PAGE_BYTES + 1, BLOCK_BYTES, 2 * BLOCK_BYTES + 777]
 
 

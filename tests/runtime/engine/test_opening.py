@@ -57,6 +57,7 @@ def failing(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_module, step, fails)
 
 
+@pytest.mark.linux("reads /proc")
 @pytest.mark.parametrize("step", STEPS)
 def test_a_step_that_fails_closes_what_is_open(
     step: str, demo_home: Path, monkeypatch: pytest.MonkeyPatch
@@ -74,6 +75,7 @@ def test_a_step_that_fails_closes_what_is_open(
         assert engine.take_notes() == []
 
 
+@pytest.mark.linux("reads /proc")
 def test_a_plan_that_fails_leaves_nothing(demo_home: Path) -> None:
     open_demo(demo_home).close()
     before = held()

@@ -126,6 +126,7 @@ def test_links_within_the_folder_and_into_the_cache_are_followed(tmp_path: Path)
     assert source.small_file("config.json") == (blobs / "config.json").read_bytes()
 
 
+@pytest.mark.linux("reads /proc")
 def test_reading_ends_at_the_limit(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(b"12345")

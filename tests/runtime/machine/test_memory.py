@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import subprocess
@@ -100,7 +99,7 @@ print(before - rss_bytes())
 """
 
 
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_info"), reason="not glibc")
+@pytest.mark.linux("asks glibc for its heaps")
 def test_threads_share_two_heaps_and_give_holes_back(tmp_path: Path) -> None:
     info = tmp_path / "info.xml"
     done = subprocess.run(

@@ -17,6 +17,7 @@ def _forget(path: Path) -> None:
     os.close(descriptor)
 
 
+@pytest.mark.linux("calls posix_fadvise")
 def test_written_forgotten_read(tmp_path: Path) -> None:
     path, other, empty = tmp_path / "a", tmp_path / "b", tmp_path / "empty"
     path.write_bytes(bytes(64 * 4096 + 5))

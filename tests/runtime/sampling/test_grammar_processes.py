@@ -109,6 +109,7 @@ def test_nothing_blocks_while_a_grammar_is_compiled(grammars: Grammars) -> None:
         assert max(np.diff(steps), default=0) < 1.0
 
 
+@pytest.mark.linux("reads /proc")
 def test_a_grammar_is_compiled_once_and_few_are_kept(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,6 +154,7 @@ def test_a_token_that_is_not_allowed_is_refused(grammars: Grammars) -> None:
                 one.took(token)
 
 
+@pytest.mark.linux("reads /proc")
 @pytest.mark.parametrize("later", ["at once", "after its time", "when its process has died"])
 def test_an_answer_left_unread_does_not_reach_the_next_one(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch, later: str
@@ -186,6 +188,7 @@ def test_a_tokenizer_that_cannot_be_read_is_told(tmp_path: Path) -> None:
         one.allowed()
 
 
+@pytest.mark.linux("reads /proc")
 def test_matching_does_not_start_threads(grammars: Grammars) -> None:
     """A process with several threads must not fork."""
     before = threading.active_count()

@@ -11,7 +11,6 @@ has it. Needs root, /dev/net/tun and `ip`.
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import heapq
 import os
 import random
@@ -30,6 +29,8 @@ _MTU = 1500
 def opened(name: str, ours: str, theirs: str) -> int:
     """Return the descriptor of a new interface in the namespace of this process."""
     file = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+    import fcntl  # Windows lacks it
+
     fcntl.ioctl(file, _TUNSETIFF, struct.pack("16sH22x", name.encode(), _IFF_TUN | _IFF_NO_PI))
     subprocess.run(["ip", "addr", "add", ours, "peer", theirs, "dev", name], check=True)
     subprocess.run(["ip", "link", "set", name, "up", "mtu", str(_MTU)], check=True)

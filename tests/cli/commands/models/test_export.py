@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -141,6 +140,7 @@ def test_a_folder_is_not_replaced(moeinf: Command, tmp_path: Path) -> None:
 
 def test_a_full_disk(tmp_path: Path, demo_home: Path) -> None:
     """A limit of the file's size stands for the disk; no half file stays."""
+    resource = pytest.importorskip("resource", reason="needs limits of files, which Windows lacks")
 
     def limit() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
