@@ -94,12 +94,21 @@ FAMILIES: Mapping[str, Family] = {
     "solar_open": solar_open.FAMILY,
     "switch_transformers": switch_transformers.FAMILY,
 }
+_FORMER = {("hunyuan", "HunYuanMoEV1ForCausalLM"): hunyuan_v1_moe.FAMILY}  # Hunyuan-A13B's first
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """Return the family that config.json's model_type names; raise ModelDataError for others."""
+    """Return the family that config.json's model_type names; raise ModelDataError for others.
+
+    A former model_type that several architectures shared needs the name of one, too.
+    """
     name = config.get("model_type") if isinstance(config, Mapping) else None
     family = FAMILIES.get(name) if isinstance(name, str) else None
+    if family is None and isinstance(name, str):
+        classes = config.get("architectures")
+        for (former, one), known in _FORMER.items():
+            if former == name and isinstance(classes, list) and one in classes:
+                family = known
     if family is None:
         shown = repr(name[:40]) if isinstance(name, str) else "absent"
         raise ModelDataError(

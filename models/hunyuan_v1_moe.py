@@ -46,13 +46,16 @@ def parse(values: Mapping[str, Any]) -> HunyuanMoeConfig:
     fields = Fields(values)
     for key in ("use_qk_norm", "norm_topk_prob", "use_mixed_mlp_moe"):
         fields.refuse(key, True)
-    for key in ("use_cla", "use_mla", "mlp_bias"):
+    for key in ("use_cla", "use_mla", "mlp_bias", "position_embedding_xdrope"):
         fields.refuse(key, False)
+    fields.refuse("group_limited_greedy", False)
     fields.refuse("moe_layer_num_skipped", 0)
+    fields.refuse("norm_type", "rms")
     fields.refuse("num_shared_expert", 1)
     plain, alpha = _without_alpha(values)
     body = parse_body(Fields(plain), default_theta=1e4, default_eps=1e-5)
     shape = parse_gqa(fields, body.hidden, body.heads)
+    fields.refuse("attention_head_dim", shape.head_dim)
     moe = parse_moe(fields, body.layers, body.hidden, "intermediate_size")
     fields.refuse("moe_intermediate_size", moe.intermediate)
     return HunyuanMoeConfig(

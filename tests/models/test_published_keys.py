@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import transformers
 
-from moeinf.models import FAMILIES, family_of
+from moeinf.models import FAMILIES, ModelDataError, family_of
 from moeinf.models.base import ExpertPart
 from tests.models.test_names import config_of
 from tests.tiny import tiny_config
 
 _DATA = Path(__file__).parents[1] / "data"
 _CONFIGS: dict[str, dict[str, Any]] = json.loads((_DATA / "configs.json").read_text("utf-8"))
-MIMO, DEEPSEEK_V4, KIMI, GLM, QWEN = (
+MIMO, DEEPSEEK_V4, KIMI, GLM, QWEN, PHI, HUNYUAN = (
     _CONFIGS[repo]
     for repo in (
         "XiaomiMiMo/MiMo-V2-Flash",
@@ -25,6 +25,8 @@ MIMO, DEEPSEEK_V4, KIMI, GLM, QWEN = (
         "moonshotai/Kimi-Linear-48B-A3B-Instruct",
         "zai-org/GLM-5.3-Flash",
         "Qwen/Qwen3.8-Flash-Next",
+        "microsoft/Phi-3.5-MoE-instruct",
+        "tencent/Hunyuan-A13B-Instruct",
     )
 )
 
@@ -59,6 +61,35 @@ def test_published_text_parts(published: dict[str, Any], config_class: str) -> N
     theirs = as_transformers(text, config_class)
     assert {"indexed_attention", "linear_attention"} == set(theirs["layer_types"])
     assert family.parse({**text, "tie_word_embeddings": False}) == family.parse(theirs)
+
+
+@pytest.mark.parametrize(
+    ("published", "config_class"),
+    [(PHI, "PhimoeConfig"), (HUNYUAN, "HunYuanMoEV1Config")],
+    ids=["phimoe", "hunyuan"],
+)
+def test_whole_files(published: dict[str, Any], config_class: str) -> None:
+    family = family_of(published)
+    assert family.parse(published) == family.parse(as_transformers(published, config_class))
+
+
+def test_phi_3_5_moe() -> None:
+    rope = family_of(PHI).parse(PHI).body.rope
+    assert (len(rope.short), len(rope.long), rope.original_context) == (64, 64, 4096)
+    assert (rope.short[-1], rope.long[-1]) == (2.7899999618530273, 64.95999908447266)
+    assert rope.short_mscale == rope.long_mscale == 1.243163121016122
+
+
+def test_hunyuan_a13bs_first_model_type() -> None:
+    """Hunyuan-Large has the same model_type and another architecture."""
+    assert HUNYUAN["model_type"] == "hunyuan"
+    assert family_of(HUNYUAN) is FAMILIES["hunyuan_v1_moe"]
+    for classes in (["HunYuanForCausalLM"], "HunYuanMoEV1ForCausalLM", [["x"]], None):
+        with pytest.raises(ModelDataError, match="model_type 'hunyuan' is not supported"):
+            family_of({**HUNYUAN, "architectures": classes})
+    config = family_of(HUNYUAN).parse(HUNYUAN)
+    assert (config.moe.experts, config.moe.top_k, config.moe.layers) == (64, 8, 32)
+    assert (config.body.rope.kind, config.body.rope.alpha) == ("default", 1000.0)
 
 
 def test_glm_5_3_flash() -> None:

@@ -147,6 +147,12 @@ def test_what_lacks_a_published_config() -> None:
     assert lacking - PUBLISHED.keys() == SIZES.keys()
 
 
+def test_k_exaone_has_as_many_parameters_as_its_published_tensors() -> None:
+    """An inventory of all tensors of the published GGUF file, whose MTP layer is left out."""
+    config = config_of(registry()["k-exaone-236b-a23b"])
+    assert round(parameters(config) * 1e9) == 237_099_669_632 - 528_513_280
+
+
 @pytest.mark.parametrize("repo", sorted(PUBLISHED))
 def test_a_published_config_parses(repo: str) -> None:
     config = PUBLISHED[repo]
