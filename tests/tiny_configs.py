@@ -218,10 +218,10 @@ TINY: dict[str, Tiny] = {
         rms_norm_eps=0.03,
         rope_parameters={**YARN, "factor": 4.0},
     ),
-    "granite-all-experts": granite(num_experts_per_tok=6, num_key_value_heads=1),
+    "granite-all-experts": granite(hidden_size=40, num_experts_per_tok=6, num_key_value_heads=1),
     "granite-shared": granite_shared(embedding_multiplier=1.5, residual_multiplier=0.6),
     "granite-shared-none": granite_shared(
-        shared_intermediate_size=0, num_experts_per_tok=6, logits_scaling=0.7
+        hidden_size=40, shared_intermediate_size=0, num_experts_per_tok=6, logits_scaling=0.7
     ),
     "granite-shared-wide": granite_shared(
         shared_intermediate_size=70,

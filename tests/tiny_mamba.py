@@ -61,6 +61,7 @@ MAMBA: dict[str, Tiny] = {
         rms_norm_eps=0.03,
     ),
     "granite-hybrid-all-experts": granite_hybrid(
+        hidden_size=40,
         num_hidden_layers=2,
         layer_types=["mamba", "attention"],
         mamba_n_groups=2,
