@@ -3,7 +3,8 @@
 The model has the widths of Qwen3.8-Flash-Next, few of its layers and experts, and a smaller table.
 So a token takes a small part of its real time, and the table's part is larger than in the model.
 Tokens are random: hardly an n-gram comes twice. With the least cache every row is read from disk.
-Both engines take turns, and their tokens are compared bit for bit.
+Both engines take turns, and their tokens are compared bit for bit. A round is a turn of each, with
+the same tokens. The ratio of a round is that of its median tokens.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.jobs.bench import machine
 from moeinf.runtime.sizes import parse_memory, parse_size
 
-_ROUND = 8  # tokens before the other engine's turn
+_ROUND = 16  # tokens before the other engine's turn
 
 
 def config(layers: int, experts: int, base: int, ngram_layer: int) -> Config:
@@ -110,7 +111,7 @@ def main() -> None:
     parser.add_argument("--ngram-layer", type=int, default=1, help="1: nothing runs before it")
     parser.add_argument("--table-memory", default="1MiB", help="of RAM for rows")
     parser.add_argument("--tag", default="bf16")
-    parser.add_argument("--tokens", type=int, default=160)
+    parser.add_argument("--tokens", type=int, default=192)
     parser.add_argument("--buffered", action="store_true", help="read through the page cache")
     parser.add_argument("--cache", type=Path, default=read_environment().home / "benchmarks")
     print(json.dumps(measured(parser.parse_args()), indent=1))
@@ -126,14 +127,15 @@ def measured(o: argparse.Namespace) -> dict[str, Any]:
         memory=parse_memory("100%"), context=1024, trace=False, device="cpu",
         direct_io=not o.buffered, table_bytes=parse_size(o.table_memory),
     )  # fmt: skip
-    draw, seconds = random.Random(1), {}
+    draw, seconds = random.Random(1), dict[str, list[float]]()
+    rounds: dict[str, list[float]] = {"disk": [], "ram": []}
     with ExitStack() as opened:
         engines: dict[str, Engine] = {}
         for place, kind in (("disk", Counted), ("ram", TableInRam)):
             with mock.patch.object(loader, "CachedTable", kind):
                 engine = Engine.open(manifest, folder, limits, model.settings)
             engines[place] = opened.enter_context(engine)
-            seconds[place] = [0.0][:0]
+            seconds[place] = []
         states = {place: engine.new_state() for place, engine in engines.items()}
         prompt = [draw.randrange(4096) for _ in range(64)]
         last = {place: engine.extend(states[place], prompt) for place, engine in engines.items()}
@@ -145,15 +147,23 @@ def measured(o: argparse.Namespace) -> dict[str, Any]:
                     start = time.perf_counter()
                     last[place] = engines[place].extend(states[place], [token])
                     seconds[place].append(time.perf_counter() - start)
+                rounds[place].append(statistics.median(seconds[place][-_ROUND:]))
             assert np.array_equal(last["disk"], last["ram"])
         reads = Counted.last.reads - reads
     times = {place: statistics.median(each) for place, each in seconds.items()}
+    ratios = [disk / ram for disk, ram in zip(rounds["disk"], rounds["ram"], strict=True)]
     return {
         "machine": machine(),
         "table_bytes": sum(table.disk_bytes for table in manifest.tables),
         "blocks_read_per_token": round(reads / len(seconds["disk"]), 2),
         "ms_per_token": {place: round(1e3 * each, 3) for place, each in times.items()},
         "disk_to_ram": round(times["disk"] / times["ram"], 4),
+        "rounds": len(ratios),
+        "disk_to_ram_in_rounds": {
+            "median": round(statistics.median(ratios), 4),
+            "least": round(min(ratios), 4),
+            "most": round(max(ratios), 4),
+        },
     }
 
 

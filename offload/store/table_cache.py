@@ -16,6 +16,7 @@ read at once. Two rows of one block are one read. `ahead` leaves blocks in their
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -24,12 +25,27 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moeinf.errors import problem
-from moeinf.native import SHARD_DATA_OFFSET, SlotPool
-from moeinf.offload.format.row_table import KEY_BYTES, LANDING_BYTES, RowTable, is_intact
+from moeinf.native import SHARD_DATA_OFFSET, SlotPool, crc32c
+from moeinf.offload.format.row_table import CRC_BYTES, KEY_BYTES, LANDING_BYTES, RowTable
 from moeinf.offload.store.transfer import BlockReads, ExpertReadError
 
 _READERS = 32
 _SPREAD = 0x9E3779B1  # odd: neighbours get places far apart
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """The distinct rows of some ids, ascending, and where each lies.
+
+    inverse: ids = rows[inverse]. places: in the cache. inside: places in the blocks.
+    """
+
+    ids: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    inverse: NDArray[np.intp]
+    places: NDArray[np.int64]
+    blocks: NDArray[np.int64]
+    inside: NDArray[np.int64]
 
 
 class CachedTable:
@@ -56,7 +72,9 @@ class CachedTable:
         self._pool = SlotPool(landings, table.block_bytes)
         self._reads = BlockReads(self._pool, readers=min(_READERS, landings), direct_io=direct_io)
         self._landings = np.frombuffer(memoryview(self._pool), np.uint8).reshape(landings, -1)
-        self._views = [landing.data for landing in self._landings]
+        self._checked = [landing[:-CRC_BYTES].data for landing in self._landings]
+        self._checksums = self._landings[:, -CRC_BYTES:].view("<u4")[:, 0]
+        assert np.may_share_memory(self._checksums, self._landings)
         used = table.block_rows * table.row_bytes
         self._in_landings = self._landings[:, :used].reshape(landings, table.block_rows, -1)
         assert np.may_share_memory(self._in_landings, self._landings)  # [landing, row, byte]
@@ -67,12 +85,14 @@ class CachedTable:
         self._places = max(1, min(most, sum(table.rows)))
         self._keys = np.full(self._places, -1, np.int64)  # the row in each place
         self._cache = np.empty((self._places, table.row_bytes), np.uint8)
+        self._last: _Wanted | None = None  # of `ahead`, mostly those of the next `rows`
         self.reads = self.hits = 0  # blocks, and rows that were in the cache
 
     def ahead(self, ids: Tensor) -> None:
         """Start to read the blocks of rows ids [n] int64 that are not here, as many as land."""
-        first = np.unique(ids[: len(self._landings)].numpy())
-        wanted = self._blocks_of(self._missing(first))
+        found = self._last = self._found(ids[: len(self._landings)].numpy())
+        blocks = found.blocks[self._keys[found.places] != found.rows]
+        wanted = blocks[_starts(blocks)]
         keep = set(wanted.tolist())
         for block in [block for block in self._flying if block not in keep]:
             self._drop(block)
@@ -80,23 +100,32 @@ class CachedTable:
 
     def rows(self, ids: Tensor) -> Tensor:
         """Return rows ids [n] int64 as [n, width]. Raises ExpertReadError."""
-        unique, inverse = np.unique(ids.numpy(), return_inverse=True)
-        out = np.empty((len(unique), self._table.row_bytes), np.uint8)
-        places = self._places_of(unique)
-        here = self._keys[places] == unique
-        out[here] = self._cache[places[here]]
-        self.hits += int(here.sum())
-        absent = np.flatnonzero(~here)
-        if len(absent):
-            self._fetch(unique[absent], absent, out)
-            places, first = np.unique(places[absent], return_index=True)
-            self._keys[places] = unique[absent[first]]
-            self._cache[places] = out[absent[first]]
-        return self._widen(torch.from_numpy(out[inverse]))
+        found, self._last = self._found(ids.numpy()), None
+        places = found.places
+        out = np.empty((len(found.rows), self._table.row_bytes), np.uint8)
+        here = self._keys[places] == found.rows
+        count = int(np.count_nonzero(here))
+        self.hits += count
+        if count:
+            out[here] = self._cache[places[here]]
+        if count < len(here):
+            absent = np.flatnonzero(~here)
+            self._fetch(found.blocks[absent], found.inside[absent], absent, out)
+            places, rows = places[absent], found.rows[absent]
+            self._keys[places] = rows
+            kept = self._keys[places] == rows  # of two rows with one place, one
+            self._cache[places[kept]] = out[absent[kept]]
+        return self._widen(torch.from_numpy(out[found.inverse]))
 
-    def _missing(self, unique: NDArray[np.int64]) -> NDArray[np.int64]:
-        found: NDArray[np.int64] = unique[self._keys[self._places_of(unique)] != unique]
-        return found
+    def _found(self, ids: NDArray[np.int64]) -> _Wanted:
+        """Return where the rows of ids lie; those of `ahead` if the ids are the same."""
+        if self._last is not None and np.array_equal(self._last.ids, ids):
+            return self._last
+        rows, inverse = np.unique(ids, return_inverse=True)
+        file = np.searchsorted(self._firsts, rows, side="right") - 1
+        block, inside = np.divmod(rows - self._firsts[file], self._table.block_rows)
+        blocks = self._first_blocks[file] + block
+        return _Wanted(ids.copy(), rows, inverse, self._places_of(rows), blocks, inside)
 
     def _places_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         if self._places == self._firsts[-1]:
@@ -104,12 +133,15 @@ class CachedTable:
         return rows * _SPREAD % self._places
 
     def _fetch(
-        self, rows: NDArray[np.int64], targets: NDArray[np.int64], out: NDArray[np.uint8]
+        self,
+        blocks: NDArray[np.int64],
+        inside: NDArray[np.int64],
+        targets: NDArray[np.intp],
+        out: NDArray[np.uint8],
     ) -> None:
-        """Set out[targets] to rows, which ascend and are not in the cache."""
-        blocks, inside = self._blocks_of(rows, unique=False), self._within(rows)
-        distinct, starts = np.unique(blocks, return_index=True)
-        counts = np.diff(starts, append=len(rows))
+        """Set out[targets] to the rows at `inside` of blocks, which ascend."""
+        starts = _starts(blocks)
+        distinct, counts = blocks[starts], np.diff(starts, append=len(blocks))
         wanted = set(distinct.tolist())
         for block in [block for block in self._flying if block not in wanted]:
             self._drop(block)
@@ -129,18 +161,6 @@ class CachedTable:
             finally:
                 self._free += landed
             done += len(landed)
-
-    def _blocks_of(self, rows: NDArray[np.int64], unique: bool = True) -> NDArray[np.int64]:
-        """Return the blocks of rows, numbered through all files."""
-        file = np.searchsorted(self._firsts, rows, side="right") - 1
-        blocks = self._first_blocks[file] + (rows - self._firsts[file]) // self._table.block_rows
-        return np.unique(blocks) if unique else blocks
-
-    def _within(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the place of each row in its block."""
-        file = np.searchsorted(self._firsts, rows, side="right") - 1
-        found: NDArray[np.int64] = (rows - self._firsts[file]) % self._table.block_rows
-        return found
 
     def _start(self, blocks: NDArray[np.int64]) -> None:
         """Queue reads of the first blocks that are not in flight, as many as have a landing."""
@@ -189,7 +209,8 @@ class CachedTable:
                 raise self._failed(file, problem(error)) from error
             del self._flying[block]
             landed.append(landing)
-            if not is_intact(self._views[landing], number):
+            checksum = crc32c(self._checked[landing], number & 0xFFFFFFFF)
+            if checksum != self._checksums[landing]:
                 raise self._failed(file, f"block {number} has a wrong checksum")
 
     def _failed(self, file: int, words: str) -> ExpertReadError:
@@ -205,3 +226,10 @@ class CachedTable:
         self._reads.abandon(ticket)
         del self._flying[block]
         self._release(landing)
+
+
+def _starts(ascending: NDArray[np.int64]) -> NDArray[np.intp]:
+    """Return where each distinct value begins."""
+    new = np.ones(len(ascending), np.bool_)
+    np.not_equal(ascending[1:], ascending[:-1], out=new[1:])
+    return np.flatnonzero(new)
