@@ -110,8 +110,15 @@ def family_of(config: Mapping[str, Any]) -> Family:
             if former == name and isinstance(classes, list) and one in classes:
                 family = known
     if family is None:
-        shown = repr(name[:40]) if isinstance(name, str) else "absent"
+        shown = repr(name[:40]) if isinstance(name, str) else f"absent{_architectures(config)}"
         raise ModelDataError(
             f"config.json: model_type {shown} is not supported; supported: {', '.join(FAMILIES)}"
         )
     return family
+
+
+def _architectures(config: object) -> str:
+    """Return the classes that a config without model_type names, in brackets."""
+    named = config.get("architectures") if isinstance(config, Mapping) else None
+    words = [one[:40] for one in named if isinstance(one, str)] if isinstance(named, list) else []
+    return f" (architectures: {', '.join(words[:2])})" if words else ""

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from _pytest.mark.expression import Expression
 
+from moeinf.cli.commands.models.export import export
 from moeinf.models import FAMILIES
 from moeinf.runtime.gguf.writing.architectures import _FAMILIES
 from tests.exported import FAMILIES as RUN_BY_LLAMA_CPP
@@ -39,6 +40,16 @@ def test_every_family_is_exported() -> None:
     exported = of([*EXPORTED.values(), *RUN_BY_LLAMA_CPP.values(), *STREAMS.values()])
     assert exported == ALL
     assert {FAMILIES[family].model_type for family in ALL} == set(_FAMILIES)
+    _, _, named = str(export.__doc__).partition("config.json): ")
+    assert [name.strip() for name in named.partition(".")[0].split(",")] == sorted(_FAMILIES)
+
+
+def test_every_name_is_in_the_documents() -> None:
+    """The README leaves out the names of text parts."""
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    assert [name for name in FAMILIES if f"`{name}`" not in _TABLE] == []
+    parts = {"mistral3"} | {name for name in FAMILIES if name.endswith("_text")}
+    assert {name for name in FAMILIES if f"`{name}`" not in readme} == parts
 
 
 @pytest.mark.parametrize(("family", "words"), ROWS, ids=[family for family, _ in ROWS])

@@ -30,10 +30,10 @@ def export(
     gates and matrices whose rows are not whole groups of 32 become F32.
 
     Families that can be exported (`model_type` of config.json): arctic, deepseek_v2, deepseek_v3,
-    deepseek_v32, dots1, ernie4_5_moe, exaone_moe, gemma4, glm4_moe, glm4_moe_lite, glm_moe_dsa,
-    gpt_oss, granitemoe, granitemoehybrid, granitemoeshared, hunyuan_v1_moe, kimi_linear, laguna,
-    lfm2_moe, mimo_v2_flash, minimax_m2, mistral4, mixtral, nemotron_h, olmoe, phimoe, qwen2_moe,
-    qwen3_5_moe, qwen3_moe, qwen3_next, solar_open.
+    deepseek_v32, deepseek_v4, dots1, ernie4_5_moe, exaone_moe, gemma4, glm4_moe, glm4_moe_lite,
+    glm5_next, glm_moe_dsa, gpt_oss, granitemoe, granitemoehybrid, granitemoeshared, hunyuan_v1_moe,
+    kimi_linear, laguna, lfm2_moe, mimo_v2_flash, minimax_m2, mistral4, mixtral, nemotron_h, olmoe,
+    phimoe, qwen2_moe, qwen3_5_moe, qwen3_moe, qwen3_next, qwen4_exp, solar_open.
 
     Example: moeinf export demo --gguf demo.gguf
     """

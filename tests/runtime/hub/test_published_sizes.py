@@ -180,6 +180,16 @@ def test_other_families_are_refused_by_name(model_type: str) -> None:
         family_of({"model_type": model_type, "num_experts": 8})
 
 
+def test_a_config_without_model_type_is_refused_by_its_architecture() -> None:
+    """Such is the file of MiniCPM-MoE."""
+    told = r"model_type absent \(architectures: MiniCPMForCausalLM\) is not supported"
+    with pytest.raises(ModelDataError, match=told):
+        family_of({"architectures": ["MiniCPMForCausalLM", 3], "num_experts": 8})
+    for values in ({}, {"architectures": "x"}, {"architectures": [None]}, {"model_type": 3}):
+        with pytest.raises(ModelDataError, match="model_type absent is not supported"):
+            family_of(values)
+
+
 @pytest.mark.parametrize(
     ("typed", "repo"),
     [
