@@ -3,8 +3,8 @@
 The model has the widths of Qwen3.8-Flash-Next, few of its layers and experts, and a smaller table.
 So a token takes a small part of its real time, and the table's part is larger than in the model.
 Tokens are random: hardly an n-gram comes twice. With the least cache every row is read from disk.
-Both engines take turns, and their tokens are compared bit for bit. A round is a turn of each, with
-the same tokens. The ratio of a round is that of its median tokens.
+Both engines take turns, token by token, and their logits are compared bit for bit. The ratio of a
+round is the median of those of its tokens, so that what slows the machine for a while slows both.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.jobs.bench import machine
 from moeinf.runtime.sizes import parse_memory, parse_size
 
-_ROUND = 16  # tokens before the other engine's turn
+_ROUND = 16  # tokens of a round
 
 
 def config(layers: int, experts: int, base: int, ngram_layer: int) -> Config:
@@ -128,7 +128,6 @@ def measured(o: argparse.Namespace) -> dict[str, Any]:
         direct_io=not o.buffered, table_bytes=parse_size(o.table_memory),
     )  # fmt: skip
     draw, seconds = random.Random(1), dict[str, list[float]]()
-    rounds: dict[str, list[float]] = {"disk": [], "ram": []}
     with ExitStack() as opened:
         engines: dict[str, Engine] = {}
         for place, kind in (("disk", Counted), ("ram", TableInRam)):
@@ -140,18 +139,18 @@ def measured(o: argparse.Namespace) -> dict[str, Any]:
         prompt = [draw.randrange(4096) for _ in range(64)]
         last = {place: engine.extend(states[place], prompt) for place, engine in engines.items()}
         reads = Counted.last.reads
-        for turn in range(o.tokens // _ROUND):
-            tokens = [draw.randrange(4096) for _ in range(_ROUND)]
+        for turn in range(o.tokens):
+            token = draw.randrange(4096)
             for place in sorted(engines, reverse=turn % 2 == 1):
-                for token in tokens:
-                    start = time.perf_counter()
-                    last[place] = engines[place].extend(states[place], [token])
-                    seconds[place].append(time.perf_counter() - start)
-                rounds[place].append(statistics.median(seconds[place][-_ROUND:]))
+                start = time.perf_counter()
+                last[place] = engines[place].extend(states[place], [token])
+                seconds[place].append(time.perf_counter() - start)
             assert np.array_equal(last["disk"], last["ram"])
         reads = Counted.last.reads - reads
     times = {place: statistics.median(each) for place, each in seconds.items()}
-    ratios = [disk / ram for disk, ram in zip(rounds["disk"], rounds["ram"], strict=True)]
+    pairs = [disk / ram for disk, ram in zip(seconds["disk"], seconds["ram"], strict=True)]
+    starts = range(0, len(pairs) - _ROUND + 1, _ROUND)
+    ratios = [statistics.median(pairs[start : start + _ROUND]) for start in starts]
     return {
         "machine": machine(),
         "table_bytes": sum(table.disk_bytes for table in manifest.tables),
