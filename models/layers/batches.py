@@ -1,4 +1,4 @@
-"""Check a batch of token ids before a pass changes anything, and say what its rows are."""
+"""Check a batch of token ids before a pass changes anything, and describe its rows."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def check_ids(ids: Sequence[int], held: int, capacity: int, vocab: int) -> None:
 
 
 class RowsOfPass(NamedTuple):
-    """What a pass is told about its rows. piece, cuts: as in Model.extend, if they divide it."""
+    """The facts of the rows of a pass. piece, cuts: as in Model.extend, if they divide it."""
 
     positions: Tensor  # [T] int64, on the device of the weights
     owner: Tensor  # [T] int64: the request of each row

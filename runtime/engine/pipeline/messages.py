@@ -1,4 +1,4 @@
-"""What stages tell each other. Nothing in a message is executed, and every number is bounded."""
+"""The messages between stages. Nothing in a message is executed, and every number is bounded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _Words = Annotated[str, Meta(max_length=1000)]
 
 
 class About(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a stage is: the first one compares it with itself."""
+    """The facts of a stage, which the first one compares with its own."""
 
     version: _Words
     model: _Words

@@ -44,7 +44,7 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 6}  # secon
 
 
 class Lost(Exception):
-    """The other side has ended, hangs, or sends what nobody sends. Its text is the reason."""
+    """The other side has ended, hangs, or breaks the protocol. Its text is the reason."""
 
 
 def parse_address(option: str, text: str, key: str | None) -> tuple[str, int]:
