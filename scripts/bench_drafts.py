@@ -5,8 +5,15 @@
 The model has OLMoE's shape and random weights (benchmarks/models.py), so its answers are forced. An
 edit's prompt is a file of this repository before a commit, its answer the file after it. A text's
 prompt is the beginning of a document, its answer what follows. A summary's prompt is a section of a
-document, its answer the entry of CHANGELOG.md that links to it. All are cut into tokens by a
-vocabulary that is trained on the repository. Rounds alternate with and without drafts.
+document, its answer the entry of CHANGELOG.md that links to it, in words of its own. A digest's
+prompt is a document, its answer the first sentence of each paragraph. All are cut into tokens by a
+vocabulary that is trained on the repository.
+
+Answers with and without drafts take turns piece by piece, so both see the same neighbours. A limit
+of memory needs --whole, turns of whole answers: otherwise one side finds the experts that the other
+one has read. Shown are the median ratio of a text's rounds, their least and most, the costs that
+the gate learned, and a bound that no gate passes: all tokens ÷ those that the text does not
+predict.
 
 --draft SHARE adds a draft model: two narrow layers of the same kind, whose passes are computed. Its
 random weights predict nothing, so the right token replaces its own with that probability. --mtp
@@ -35,6 +42,8 @@ from moeinf.runtime.config import EngineConfig
 from moeinf.runtime.engine.draft_engine import DraftEngine
 from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.engine.mtp_engine import MtpEngine
+from moeinf.runtime.generation.drafts.draft_gate import ROWS
+from moeinf.runtime.generation.drafts.lookup import Lookup
 from moeinf.runtime.generation.events import Request
 from moeinf.runtime.generation.generate import Generation
 from moeinf.runtime.generation.scheduler import Scheduler
@@ -121,17 +130,62 @@ def summaries() -> Iterator[tuple[str, str]]:
                 yield section, entry.replace("\n ", "")
 
 
-KINDS = {"edit": edits, "text": texts, "summary": summaries}
+def digests() -> Iterator[tuple[str, str]]:
+    """Yield a document, and the first sentences of its paragraphs."""
+    for path in sorted((_ROOT / "docs").rglob("*.md")):
+        text = path.read_text(encoding="utf-8")
+        if 2000 < len(text) < 3500:
+            found = re.findall(r"(?:^|\n\n)([A-Z][^|]+?[.:])(?=\s)", text)
+            if len(found) > 3:
+                yield text, "\n".join(found)
 
 
-def timed(engine: Engine, scheduler: Scheduler, prompt: list[int], answer: list[int]) -> Generation:
-    """Answer with the forced tokens."""
-    Forced.prompt_tokens, Forced.answer = len(prompt), answer
-    request = Request(lambda _: prompt, SamplingOptions(temperature=0), Limits(len(answer)))
-    generation = Generation(engine, scheduler, request)
-    "".join(generation)
-    assert generation.tokens == answer
-    return generation
+KINDS = {"edit": edits, "text": texts, "summary": summaries, "digest": digests}
+
+
+class Side:
+    """One way to decode, with a cache and a gate of its own."""
+
+    def __init__(self, engine: Engine, drafts: bool) -> None:
+        self.engine, self.drafts, self.scheduler = engine, drafts, Scheduler(engine)
+        self.counts = [0, 0]  # of drafted tokens, and of right ones
+
+    def answer(self, prompt: list[int], answer: list[int]) -> Generation:
+        """Return an answer with forced tokens, which has not begun."""
+        Forced.prompt_tokens, Forced.answer = len(prompt), answer
+        request = Request(lambda _: prompt, SamplingOptions(temperature=0), Limits(len(answer)))
+        return Generation(self.engine, self.scheduler, request)
+
+    def advance(self, pieces: Iterator[str], whole: bool) -> bool:
+        """Decode a piece of text, or all; False: the answer has ended."""
+        engine = self.engine
+        engine.info = replace(engine.info, drafts=self.drafts)
+        if whole:
+            "".join(pieces)
+        return next(pieces, None) is not None
+
+
+def turn(sides: Sequence[Side], prompt: list[int], answer: list[int], whole: bool) -> list[float]:
+    """Answer once with each side, in turns; return the seconds per token of each, in order."""
+    answers = [side.answer(prompt, answer) for side in sides]
+    left = [(side, iter(one)) for side, one in zip(sides, answers, strict=True)]
+    while left:
+        left = [(side, pieces) for side, pieces in left if side.advance(pieces, whole)]
+    assert all(one.tokens == answer for one in answers)
+    for side, one in zip(sides, answers, strict=True):
+        side.counts = [a + b for a, b in zip(side.counts, one.drafts, strict=True)]
+    return [one.decode_seconds / max(1, one.decode_steps) for one in answers]
+
+
+def bound(prompt: list[int], answer: list[int]) -> float:
+    """Return the tokens of an answer ÷ those that its text does not predict."""
+    known, history, missed = Lookup(len(prompt) + len(answer)), [*prompt, answer[0]], 0
+    known.follow(history)
+    for token in answer[1:]:
+        missed += known.draft(1) != [token]
+        history.append(token)
+        known.follow(history)
+    return (len(answer) - 1) / max(1, missed)
 
 
 def main() -> None:
@@ -143,6 +197,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=200, help="of an answer, at most")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=list(KINDS))
+    parser.add_argument("--whole", action="store_true", help="turns of whole answers")
     parser.add_argument("--draft", type=float, metavar="SHARE")
     parser.add_argument("--mtp", type=float, metavar="SHARE")
     given = parser.parse_args()
@@ -163,35 +218,45 @@ def main() -> None:
     Sampler.choose = Forced.choose  # type: ignore[method-assign]
     with Engine.open(manifest, race.folder("q4"), config, race.settings) as engine:
         engine.info = replace(engine.info, ends=frozenset())
-        scheduler = Scheduler(engine)
+        sides = [Side(engine, drafts=False), Side(engine, drafts=True)]
         for kind in given.kinds:
-            ratios, drafted, accepted = list[float](), 0, 0
+            ratios, bounds = list[float](), list[float]()
+            sides[1].counts = [0, 0]
             for before, after in KINDS[kind]():
                 prompt, answer = pieces.encode(before).ids, pieces.encode(after).ids[: given.tokens]
                 if len(prompt) > _PROMPT:
                     continue
-                timed(engine, scheduler, prompt, answer[:2])  # later answers reuse the prompt
-                seconds = [0.0, 0.0]
+                turn(sides, prompt, answer[:2], whole=True)  # later answers reuse the prompt
+                rounds, milliseconds = list[float](), list[float]()
                 for number in range(given.rounds):
-                    for drafts in (number % 2 == 1, number % 2 == 0):
-                        engine.info = replace(engine.info, drafts=drafts)
-                        done = timed(engine, scheduler, prompt, answer)
-                        seconds[drafts] += done.decode_seconds / given.rounds / done.decode_steps
-                        drafted, accepted = drafted + done.drafts[0], accepted + done.drafts[1]
-                ratios.append(seconds[0] / seconds[1])
-                times = " -> ".join(f"{1e3 * value:.1f}" for value in seconds)
+                    order = sides[:: -1 if number % 2 else 1]
+                    times = turn(order, prompt, answer, given.whole)[:: -1 if number % 2 else 1]
+                    rounds.append(times[0] / times[1])
+                    milliseconds.append(1e3 * times[1])
+                ratios.append(statistics.median(rounds))
+                bounds.append(bound(prompt, answer))
                 print(
-                    f"{kind}: {len(prompt)} + {len(answer)} tokens, {times} ms a token", flush=True
+                    f"{kind}: {len(prompt)} + {len(answer)} tokens, with drafts "
+                    f"{statistics.median(milliseconds):.1f} ms a token, {ratios[-1]:.3f} times as "
+                    f"fast ({min(rounds):.3f} to {max(rounds):.3f}), bound {bounds[-1]:.2f}",
+                    flush=True,
                 )
                 if len(ratios) == given.texts:
                     break
-            each = ", ".join(f"{ratio:.2f}" for ratio in ratios)
-            mean = statistics.geometric_mean(ratios)
-            print(f"{kind}: {each} times as fast, mean {mean:.3f}; {accepted} of {drafted} drafted")
+            drafted, accepted = sides[1].counts
+            means = [statistics.geometric_mean(found) for found in (ratios, bounds)]
+            print(
+                f"{kind}: {len(ratios)} texts, mean {means[0]:.3f} (least {min(ratios):.3f}), "
+                f"bound {means[1]:.2f}; {accepted} of {drafted} drafted tokens were right"
+            )
+        gate = sides[1].scheduler.speculation.gate
+        costs = ", ".join(f"{rows}: {gate.cost(rows):.2f}" for rows in ROWS)
+        print(f"one row {1e3 * gate.single:.1f} ms; rows: passes of one row: {costs}")
         store = engine.store.stats
         waited = f"{store.decode_stall_seconds:.1f} s waited"
         print(f"{given.memory}: hit rate {store.hit_rate:.3f}, {waited}")
-        scheduler.close()
+        for side in sides:
+            side.scheduler.close()
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ class Scheduler:
         self._running: list[Running] = []
         self.closing: Exception | None = None  # the error for requests that were stopped, if set
         self.lost: Exception | None = None  # the error after which the engine is unusable
-        self._speculation, self._groups = Speculation(engine), GroupGate()
+        self.speculation, self._groups = Speculation(engine), GroupGate()
         self.tokens = 0  # decoded
         self.prompt_tokens = self.reused_tokens = 0
 
@@ -308,7 +308,7 @@ class Scheduler:
         waited = engine.store.stats.stall_seconds - waited
         self._groups.passed(len(group), requests, spent, waited)
         if len(group) == 1:
-            self._speculation.gate.passed(spent, waited)
+            self.speculation.gate.passed(spent, waited)
         for number, one in enumerate(group):
             one.logits = logits[number]
             one.decode_seconds += spent
@@ -316,7 +316,7 @@ class Scheduler:
     def _checked(self, one: Running) -> bool:
         """Take the tokens of a pass that checks a draft; False: no draft was worth it."""
         try:
-            if not self._speculation.step(one, self._take):
+            if not self.speculation.step(one, self._take):
                 return False
         except BaseException as error:
             self._fail(one, _told(error))
