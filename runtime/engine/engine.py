@@ -95,7 +95,7 @@ class Engine:
         self.draft, self.stages = draft, stages
         fixed = "" if tiers.gpu is None else "the memory of experts is fixed while a GPU uses it"
         self.memory = MovingMemory(info.slots, self._resize, notes.append, fixed)
-        self._threads = ComputeThreads(
+        self.threads = ComputeThreads(
             info.threads,
             in_torch=info.format == "F32",
             tuned=tune_threads and tiers.gpu is None,
@@ -212,7 +212,7 @@ class Engine:
         """Read a whole source; the state holds no other tokens afterwards. Raises Stopped."""
         model = self.model
         assert isinstance(model, EncoderDecoder)
-        with self._threads.of(len(ids)):
+        with self.threads.of(len(ids)):
             self._with_memory(lambda: model.encode(ids, state, self.tracing.experts))
 
     def extend(self, state: State, ids: Sequence[int]) -> NDArray[np.float32]:
@@ -237,7 +237,7 @@ class Engine:
         rows = sum(len(ids) for _, ids in texts)
         piece = PREFILL_CHUNK if self.window > PREFILL_CHUNK else None
         batch = [(ids, state) for state, ids in texts]
-        with self._threads.of(rows):
+        with self.threads.of(rows):
             logits = self._with_memory(
                 lambda: self.model.extend(batch, self.tracing.experts, piece=piece)
             )
@@ -251,7 +251,7 @@ class Engine:
 
         At most PREFILL_CHUNK ids. Raises like `extend`.
         """
-        with self._threads.of(len(ids)):
+        with self.threads.of(len(ids)):
             found = self._with_memory(
                 lambda: self.model.extend([(ids, state)], self.tracing.experts, "states")
             )
@@ -260,7 +260,7 @@ class Engine:
 
     def all_logits(self, state: State, ids: Sequence[int]) -> Tensor:
         """Append one chunk of ids and return the logits after each: [T, vocab]. See `states`."""
-        with self._threads.of(len(ids)):
+        with self.threads.of(len(ids)):
             return self._with_memory(lambda: self.model.extend([(ids, state)], self.store, "all"))
 
     def compute_stage(
@@ -291,7 +291,7 @@ class Engine:
         accept: see models.base.Model.extend. At most store.compute.MOST_ROWS ids, if `info.drafts`.
         Raises like `extend`, and what `accept` raises; the state is then as it was.
         """
-        with self._threads.of(len(ids)):
+        with self.threads.of(len(ids)):
             self._with_memory(
                 lambda: self.model.extend([(ids, state)], self.tracing.experts, accept=accept)
             )

@@ -66,7 +66,9 @@ def test_report(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = Settings(engine.info.folder.parents[2])
     disk = "moeinf.runtime.jobs.bench.measure"
     monkeypatch.setattr(disk, lambda *_: Speeds(0.0, 1e6, "", ""))
+    monkeypatch.setattr(type(engine.threads), "decoding", 7)
     run = report(engine, settings, measured)
+    assert (run["threads"], run["decode_threads"]) == (engine.info.threads, 7)
     assert 0 < measured.cpu_seconds <= 2 * core_count() * sum(measured.step_seconds[-6:])
     assert run["tokens_per_cpu_s"] == round(6 / measured.cpu_seconds, 3)
     read = measured.decode.decode_bytes_read / 6
