@@ -5,9 +5,10 @@ wait for the disk, each row may need experts of its own. They displace those of 
 requests can be slower together than one after the other. So the oldest decodes alone there, for 256
 tokens at a time, and prompts wait. A trial shows if all together take less time per token:
 
-    passes    64 alone | 16 together | 64 of the faster way | 16 of the other | 128 …
+    64 tokens alone | 16 passes together | tokens of the faster way | 16 passes of the other | …
 
-Each trial that changes nothing doubles the passes to the next one. The results are the same.
+A trial that changes nothing has lost time. So many tokens follow that the loss is 1 % of them. The
+results are the same.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from moeinf.runtime.generation.in_flight import Running
 
 _BOUND = 0.05  # share of time spent waiting above which the disk decides
 _MEMORY = 0.9  # of that share, and of the time per token
-_EVERY, _MOST_EVERY = 64, 1024  # passes before a trial
+_EVERY, _MOST_EVERY = 64, 4096  # tokens before a trial
+_LOST = 0.01  # part of the tokens that trials may cost
 _TRIAL, _SETTLE = 16, 4  # passes of a trial; in the first ones the cache still changes
 _GAIN = 0.97  # of the time per token, which the other way must reach
 _FAR, _SURE = 1.25, 4  # times the time, after so many counted passes, ends a trial
@@ -33,7 +35,7 @@ class GroupGate:
         self._waits = 0.0  # decayed share of the time
         self._seconds: dict[bool, float] = {}  # per token, by way
         self._trial: list[float] | None = None  # seconds per token of its passes
-        self._left, self._every = _EVERY, _EVERY
+        self._left = _EVERY  # tokens
 
     @property
     def bound(self) -> bool:
@@ -69,28 +71,34 @@ class GroupGate:
         way, each = rows > 1, seconds / rows
         if self._trial is not None and way != self.together:
             self._trial.append(each)
-            self._judge(self._trial[_SETTLE:])
+            self._judge(self._trial, rows)
             return
         known = self._seconds.get(way, each)
         self._seconds[way] = known * _MEMORY + each * (1 - _MEMORY)
-        self._left -= 1
-        if self._left <= 0 and way == self.together:
+        if way != self.together:
+            return
+        self._left -= rows
+        if self._left <= 0:
             self._trial = []
 
-    def _judge(self, counted: list[float]) -> None:
-        """End the trial when it has all its passes, or is far slower."""
+    def _judge(self, seconds: Sequence[float], rows: int) -> None:
+        """End the trial when it has all its passes, or is far slower.
+
+        seconds: per token of its passes, of `rows` each.
+        """
+        counted, known = seconds[_SETTLE:], self._seconds[self.together]
         if len(counted) < _SURE:
             return
-        ratio = sum(counted) / len(counted) / self._seconds[self.together]
-        if ratio <= _FAR and len(counted) < _TRIAL - _SETTLE:
+        mean = sum(counted) / len(counted)
+        if mean <= _FAR * known and len(seconds) < _TRIAL:
             return
-        self._trial = None
-        if ratio < _GAIN:
-            self.together, self._every = not self.together, _EVERY
-            self._seconds[self.together] = sum(counted) / len(counted)
+        self._trial, self._left = None, _EVERY
+        if mean < _GAIN * known:
+            self.together = not self.together
+            self._seconds[self.together] = mean
         else:
-            self._every = min(2 * self._every, _MOST_EVERY)
-        self._left = self._every
+            lost = rows * (sum(seconds) / known - len(seconds))  # tokens of the faster way
+            self._left = min(max(_EVERY, round(lost / _LOST)), _MOST_EVERY)
 
 
 def _turns(one: Running) -> int:

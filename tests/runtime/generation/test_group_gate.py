@@ -56,7 +56,22 @@ def test_together_where_that_is_faster() -> None:
 
 def test_a_bad_trial_ends_early() -> None:
     used = run(GroupGate(), 120, lambda rows: rows**2, wait=0.5)
-    assert used == [USERS] * 2 + [1] * 63 + [USERS] * 8 + [1] * 47
+    assert used == [USERS] * 2 + [1] * 64 + [USERS] * 8 + [1] * 46
+
+
+def test_trials_cost_one_percent() -> None:
+    """The next trial comes when the loss of the last one is 1 % of the tokens since."""
+    gate = GroupGate()
+    run(gate, 66, slower_together, wait=0.5)
+    used = run(gate, 4000, slower_together, wait=0.5)
+    assert used[0] == USERS
+    assert 3 * 8 <= used.count(USERS) <= 4 * 8
+    assert rate(used, slower_together) > 0.988
+
+
+def test_a_trial_without_a_loss_is_soon_repeated() -> None:
+    used = run(GroupGate(), 300, lambda rows: rows * 1.0, wait=0.5)
+    assert used.count(USERS) == 2 + 3 * 16
 
 
 def test_changes_when_the_workload_does() -> None:
