@@ -1,11 +1,14 @@
 """Import torch in two thirds of its time: leave out what only its compiler and exporter need.
 
 Garbage collections during the import free nothing, and each looks at all that was imported before.
+A custom operator of torch's notes the line that defines it. For that `inspect` would compare its
+file with those of all imported modules; the line is found without them.
 """
 
 from __future__ import annotations
 
 import gc
+import inspect
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
@@ -37,11 +40,13 @@ class _Uncollected(SourceFileLoader):
     """Runs a module without garbage collections; later ones do not look at what it made."""
 
     def exec_module(self, module: ModuleType) -> None:
-        collects = gc.isenabled()
+        collects, search = gc.isenabled(), inspect.getmodule
         gc.disable()
+        inspect.getmodule = lambda *_: None
         try:
             super().exec_module(module)
         finally:
+            inspect.getmodule = search
             gc.freeze()
             if collects:
                 gc.enable()

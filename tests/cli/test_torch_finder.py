@@ -10,7 +10,8 @@ from typing import Any
 from tests.tiny import TINY, published_config
 
 _BUILD = """
-import gc, json, sys
+import gc, inspect, json, sys
+search = inspect.getmodule
 from moeinf.cli import torch_finder
 torch_finder.install()
 from moeinf.models import FAMILIES
@@ -29,6 +30,7 @@ print(json.dumps({
               for module in left_out],
     "frozen": gc.get_freeze_count(),
     "collects": gc.isenabled(),
+    "searches": inspect.getmodule is search,
 }))
 """
 
@@ -47,3 +49,4 @@ def test_every_family_is_built() -> None:
     assert found["names"] == [[], []]  # and they are not run
     assert found["frozen"] > 100_000
     assert found["collects"]
+    assert found["searches"]
