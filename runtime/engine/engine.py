@@ -269,7 +269,7 @@ class Engine:
         """Compute the layers of a stage; see run_later_blocks. Raises like `extend`."""
         model, experts = self.model, self.tracing.experts
         assert isinstance(model, Decoder)
-        with self._threads.of(len(x)):
+        with self.threads.of(len(x)):
             return self._with_memory(lambda: run_later_blocks(model.body, x, batch, experts, piece))
 
     @property
