@@ -258,16 +258,15 @@ def _(place: Place) -> list[str]:
     return ["eamc", "import", "demo", "x.txt"]
 
 
-@case("bad_trace")
-def _(place: Place) -> list[str]:
-    Path("x.eam").write_text("nonsense")
-    return ["simulate", "x.eam"]
+def nonsense(name: str) -> Case:
+    def make(_: Place) -> list[str]:
+        Path(name).write_text("nonsense")
+        return ["simulate", name]
+
+    return make
 
 
-@case("bad_route_trace")
-def _(place: Place) -> list[str]:
-    Path("x.csv.gz").write_text("nonsense")
-    return ["simulate", "x.csv.gz"]
+CASES |= {"bad_trace": nonsense("x.eam"), "bad_route_trace": nonsense("x.csv.gz")}
 
 
 @case("no_matplotlib")
