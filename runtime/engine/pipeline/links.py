@@ -91,11 +91,10 @@ def open_stages(
     links.sort(key=lambda link: link.about.first)
     ends = [link.about.first for link in links[1:]] + [count]
     for link, end in zip(links, ends, strict=True):
-        if link.about.stop != end:
-            raise StagesDiffer(
-                f"the stage at {link.address} has the layers {_shown(link.about)}, and the next "
-                f"ones begin at {end} of 0-{count - 1}"
-            )
+        if link.about.stop < end:
+            raise StagesDiffer(f"no stage has the layers {_range(link.about.stop, end)}")
+        if link.about.stop > end:
+            raise StagesDiffer(f"two stages have the layers {_range(end, link.about.stop)}")
     if not links[0].about.first:
         raise StagesDiffer(f"the stage at {links[0].address} has layer 0, which belongs here")
     return Stages(links, cut(manifest, folder, 0, links[0].about.first), config)
@@ -118,8 +117,8 @@ def _connected(address: str, key: str | None) -> Link:
         raise found from error
 
 
-def _shown(about: About) -> str:
-    return f"{about.first}-{about.stop - 1}"
+def _range(first: int, stop: int) -> str:
+    return f"{first}-{stop - 1}"
 
 
 def _check(link: Link, manifest: Manifest, config: EngineConfig) -> None:
@@ -179,7 +178,9 @@ class Stages:
                 raise self._end(link, error) from error
         model.add_block(self)
         store.warm(range(self.own_part.layers * self.own_part.experts))
-        there = (f"{_shown(link.about)} at {link.address}" for link in self._links)
+        there = (
+            f"{_range(link.about.first, link.about.stop)} at {link.address}" for link in self._links
+        )
         where = f"layers 0-{self.own_part.last} here, {', '.join(there)}"
         plan.notes.append(
             f"experimental pipeline: {where}; without drafts, MTP, prefix cache and records"
