@@ -11,7 +11,6 @@ from moeinf.cli.commands import launch
 from moeinf.cli.commands import serve as serve_command
 from moeinf.offload.store.transfer import ExpertReadError
 from moeinf.runtime.config import Settings
-from moeinf.runtime.engine.pipeline import links
 from moeinf.runtime.engine.pipeline.stage import Stage
 from moeinf.runtime.gguf.checkpoint import open_gguf
 from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
@@ -107,9 +106,7 @@ def _stage(place: Place) -> Running:
 
 @case("stages_differ")
 def _(place: Place) -> list[str]:
-    address = _stage(place).address
-    place.patch.setattr(links, "version", lambda: "9.9")
-    return [*RUN, "--experimental-pipeline", address]
+    return [*RUN, "--experimental-pipeline", _stage(place).address, "--kv", "q8"]
 
 
 @case("stage_failed")
