@@ -30,7 +30,7 @@ from benchmarks.suite.scenarios import Scenario
 from moeinf.runtime.config import read_environment
 from moeinf.runtime.jobs.bench import machine
 
-_MOST_S = 70 * 60.0  # of the default selection
+_MOST_MINUTES = 70.0  # of the default selection
 _QUICK_ROW_S, _ALL_ROW_S = 60.0, 600.0
 # Seconds per layer and token of OLMoE's shape on two cores, only for the estimate of the run time:
 # (prompt, decode, decode with too little memory).
@@ -83,7 +83,7 @@ def main(arguments: list[str]) -> None:
     expected = [_expected_s(job, layers) for job in waiting]
     most = len(waiting) * (fixed_s or _ALL_ROW_S)
     if fixed_s is None:
-        most = min(most, _MOST_S)
+        most = min(most, 60 * o.minutes)
     print(
         f"{model.name}: {len(waiting)} rows to run, {len(jobs) - len(waiting)} there or impossible;"
         f" about {min(most, sum(expected)) / 60:.0f} minutes, at most {most / 60:.0f}",
@@ -103,7 +103,7 @@ def main(arguments: list[str]) -> None:
         if time.monotonic() + expected[number] > end:
             print(f"stopped before row {number + 1}; the same command goes on", file=sys.stderr)
             break
-        left = start + _MOST_S - time.monotonic()
+        left = start + 60 * o.minutes - time.monotonic()
         limit_s = fixed_s or _limit_s(expected[number:], left)
         row = run(Bench(model, o.threads, limit_s, here), peer, scenario)
         results.put(scenario, _name(peer), row)
@@ -186,6 +186,12 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--tag", default="q4", choices=("q4", "q8", "bf16"), help="ours")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=_MOST_MINUTES,
+        help="of the default selection; in fewer, rows have fewer rounds",
+    )
     parser.add_argument("--row-limit", type=float, metavar="SECONDS", help="of one row")
     parser.add_argument("--stop-after", type=float, metavar="SECONDS", help="a later run goes on")
     parser.add_argument("--again", action="store_true", help="also rows that are there")
