@@ -6,6 +6,9 @@ needs several GB of disk per interpreter (one after the other).
 A wheel is checked for its size and contents instead. If it is for this interpreter, it is installed
 where no command, and so no compiler, can be found.
 
+--unpinned installs the newest libraries instead of those of constraints.txt, whose versions of
+CUDA's packages suit torch's CPU build only.
+
 --all checks every part of a release with the scripts and tests that exist for it, in this
 environment. It names each tool that a part needs and this machine lacks. The whole takes about an
 hour on two cores, and needs root for the container.
@@ -20,6 +23,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -70,7 +74,7 @@ PARTS = {
     "container": Part(("python scripts/check_container.py",), programs=("buildah", "debootstrap")),
     "recipes": Part(
         ("python -m pytest tests/packaging", "python -m scripts.check_recipes"),
-        programs=("makepkg", "pacman", "ruby"),
+        programs=("bsdtar", "makepkg", "pacman", "ruby"),
     ),
     "docs": Part(
         (
@@ -93,14 +97,17 @@ def main(arguments: list[str]) -> None:
     if arguments[0] == "--all":
         check_all(arguments[1:] or list(PARTS))
         return
+    pins: Sequence[str] = () if "--unpinned" in arguments else PINS
+    arguments = [argument for argument in arguments if argument != "--unpinned"]
     wheels = [Path(argument) for argument in arguments if argument.endswith(".whl")]
     for wheel in wheels:
         faults = faults_of(wheel)
         if faults:
             sys.exit(f"{wheel.name}: {'; '.join(faults)}")
         print(f"{wheel.name}: {wheel.stat().st_size >> 10} KiB")
-        if f"-cp{sys.version_info.major}{sys.version_info.minor}-" in wheel.name:
-            print(f"{wheel.name}: {tried(sys.executable, wheel, path='')}")
+        here = f"-cp{sys.version_info.major}{sys.version_info.minor}-"
+        if here in wheel.name and wheel.stem.endswith(platform.machine()):
+            print(f"{wheel.name}: {tried(sys.executable, wheel, '', pins)}")
     interpreters = [argument for argument in arguments if not argument.endswith(".whl")]
     if not interpreters:
         return
@@ -114,7 +121,7 @@ def main(arguments: list[str]) -> None:
         (sdist,) = folder.glob("*.tar.gz")
         print(f"{sdist.name}: {sdist.stat().st_size >> 10} KiB")
         for interpreter in interpreters:
-            print(f"{interpreter}: {tried(interpreter, sdist)}")
+            print(f"{interpreter}: {tried(interpreter, sdist, options=pins)}")
 
 
 def check_all(names: Sequence[str]) -> None:
