@@ -23,7 +23,7 @@ from moeinf.runtime.config import (
     parse_kv,
     read_environment,
 )
-from moeinf.runtime.engine.pipeline.wire import parse_address
+from moeinf.runtime.engine.pipeline.address import parse_address
 from moeinf.runtime.invalid import InvalidValue
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.names import DEMO, TAGS

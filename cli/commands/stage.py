@@ -26,7 +26,7 @@ from moeinf.cli.output import Output
 from moeinf.errors import problem
 from moeinf.offload.policy.names import DEFAULT_POLICY
 from moeinf.runtime.config import read_environment, read_server_environment
-from moeinf.runtime.engine.pipeline.wire import parse_address
+from moeinf.runtime.engine.pipeline.address import parse_address
 from moeinf.runtime.invalid import InvalidValue
 
 

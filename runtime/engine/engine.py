@@ -44,7 +44,7 @@ from moeinf.runtime.engine.opening import (
     scarcity,
     warm_up,
 )
-from moeinf.runtime.engine.pipeline.links import Stages, open_stages
+from moeinf.runtime.engine.pipeline.links import open_stages
 from moeinf.runtime.engine.request_tracing import RequestTracing, Wrapped
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.manifest import Manifest
@@ -68,7 +68,6 @@ class Engine:
     prefixes   the KV of ended requests; None: it is not kept
     gpu        the GPU in use; None: the CPU computes everything
     tracing    the numbers of requests and what they route
-    stages     the processes that compute the further layers; None: all layers are here
     memory     the experts' part of RAM, which can change between passes
     notes      lines that a face should print (`take_notes`)
     """
@@ -84,7 +83,6 @@ class Engine:
         tracing: RequestTracing,
         notes: Notes,
         tune_threads: bool,
-        stages: Stages | None,
         opened: ExitStack,
     ) -> None:
         """Take the opened parts. opened: closes all the others."""
@@ -92,7 +90,7 @@ class Engine:
         self._text = text
         self.store, self.gpu = tiers.store, tiers.gpu
         self._weights, self.prefixes, self._opened = weights, prefixes, opened
-        self.draft, self.stages = draft, stages
+        self.draft = draft
         fixed = "" if tiers.gpu is None else "the memory of experts is fixed while a GPU uses it"
         self.memory = MovingMemory(info.slots, self._resize, notes.append, fixed)
         self.threads = ComputeThreads(
@@ -145,7 +143,7 @@ class Engine:
             weights = load_weights(plan, tiers, opened, progress)
             warmed = warm_up(tiers)
             if stages is not None:
-                plan = stages.follow(weights.model, tiers.store, plan)
+                plan, weights.stages = stages.follow(weights.model, tiers.store, plan), stages
             draft = open_draft(plan, weights.model, opened) or open_mtp(plan, weights.model, opened)
             prefixes = open_prefixes(plan, weights, opened)
             info = facts(plan, text, tiers, weights.model, warmed, time.perf_counter() - start)
@@ -155,7 +153,7 @@ class Engine:
             tracing = RequestTracing(tiers.store, manifest, eamc, plan.notes)
             engine = cls(
                 info, text, tiers, weights, draft, prefixes, tracing, plan.notes,
-                config.tune_threads, stages, opened.pop_all(),
+                config.tune_threads, opened.pop_all(),
             )  # fmt: skip
         plan.registration.publish(partial(figures, lambda: engine.info, tiers.store, expires_at))
         if config.memory is None:
@@ -166,7 +164,8 @@ class Engine:
     def window(self) -> int:
         """Tokens of a prompt that go through a layer before the next; PREFILL_CHUNK or more."""
         most = self.info.placement.window
-        return most if self.stages is None else min(most, self.stages.window)
+        stages = self._weights.stages
+        return most if stages is None else min(most, stages.window)
 
     @property
     def model(self) -> Model:
@@ -354,7 +353,7 @@ class Engine:
     @property
     def lost(self) -> bool:
         """True if the GPU, its last slot or a stage is gone: passes will fail, or do without it."""
-        if self.stages is not None and self.stages.lost:
+        if self._weights.stages is not None and self._weights.stages.lost:
             return True
         if self.gpu is None:
             return False

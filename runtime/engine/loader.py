@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 from msgspec.structs import replace
@@ -214,11 +214,24 @@ def load_model(
     return family.build(family.parse(values), weights)
 
 
+class FurtherStages(Protocol):
+    """Processes that compute a model's further layers; see pipeline/links.py."""
+
+    window: int  # rows of a pass, at most
+
+    @property
+    def lost(self) -> bool: ...
+
+
 class LoadedModel:
-    """A model in memory until `close`; afterwards its memory can be given back."""
+    """A model in memory until `close`; afterwards its memory can be given back.
+
+    stages: the processes that compute its further layers; None: all layers are here
+    """
 
     def __init__(self, model: Model) -> None:
         self._model: Model | None = model
+        self.stages: FurtherStages | None = None
 
     @property
     def model(self) -> Model:

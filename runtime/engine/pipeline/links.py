@@ -21,9 +21,10 @@ from moeinf.models.layers.kv_cache import KvCache, PassRows, Piece, Span
 from moeinf.offload.store.expert_store import ExpertStore, Stopped
 from moeinf.runtime.config import MOST_PARALLEL, EngineConfig, lossy_options
 from moeinf.runtime.engine.opening import Plan
+from moeinf.runtime.engine.pipeline.address import parse_address
 from moeinf.runtime.engine.pipeline.cut import Part, cut, layers_of
 from moeinf.runtime.engine.pipeline.messages import About, Begin, Pass, Reply, Rows, bytes_of
-from moeinf.runtime.engine.pipeline.wire import GREETING_S, SILENCE_S, Lost, Wire, parse_address
+from moeinf.runtime.engine.pipeline.wire import GREETING_S, SILENCE_S, Lost, Wire
 from moeinf.runtime.invalid import InvalidValue
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.version import version

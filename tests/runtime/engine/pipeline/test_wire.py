@@ -12,8 +12,9 @@ from contextlib import ExitStack
 import pytest
 
 from moeinf.runtime.engine.pipeline import wire as module
+from moeinf.runtime.engine.pipeline.address import parse_address
 from moeinf.runtime.engine.pipeline.messages import About, Begin, Pass, Rows
-from moeinf.runtime.engine.pipeline.wire import Lost, Wire, parse_address
+from moeinf.runtime.engine.pipeline.wire import Lost, Wire
 from moeinf.runtime.invalid import InvalidValue
 
 KEY = "0123456789abcdef"
