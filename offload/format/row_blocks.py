@@ -7,8 +7,7 @@ import struct
 import numpy as np
 from numpy.typing import NDArray
 
-from moeinf.native import crc32c
-from moeinf.offload.format.row_table import CRC_BYTES, RowTable
+from moeinf.offload.format.row_table import CRC_BYTES, RowTable, checksum
 
 
 def packed(rows: NDArray[np.uint8], table: RowTable, first: int) -> bytearray:
@@ -28,6 +27,5 @@ def packed(rows: NDArray[np.uint8], table: RowTable, first: int) -> bytearray:
     size, view = table.block_bytes, memoryview(data)
     for number in range(count):
         end = (number + 1) * size - CRC_BYTES
-        crc = crc32c(view[number * size : end], (first + number) & 0xFFFFFFFF)
-        struct.pack_into("<I", data, end, crc)
+        struct.pack_into("<I", data, end, checksum(view[number * size : end], first + number))
     return data

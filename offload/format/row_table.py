@@ -86,7 +86,12 @@ def table_header(table: RowTable, number: int) -> bytes:
     return padded_header({**about, **shape}, SHARD_DATA_OFFSET)
 
 
+def checksum(data: memoryview, number: int) -> int:
+    """Return the checksum of block `number`, whose last CRC_BYTES are not in `data`."""
+    return crc32c(data, number & 0xFFFFFFFF)
+
+
 def is_intact(block: memoryview, number: int) -> bool:
     """Return whether a block's checksum is right."""
     (stored,) = struct.unpack_from("<I", block, len(block) - CRC_BYTES)
-    return bool(crc32c(block[:-CRC_BYTES], number & 0xFFFFFFFF) == stored)
+    return bool(checksum(block[:-CRC_BYTES], number) == stored)

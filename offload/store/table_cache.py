@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moeinf.errors import problem
-from moeinf.native import SHARD_DATA_OFFSET, SlotPool, crc32c
-from moeinf.offload.format.row_table import CRC_BYTES, KEY_BYTES, LANDING_BYTES, RowTable
+from moeinf.native import SHARD_DATA_OFFSET, SlotPool
+from moeinf.offload.format.row_table import CRC_BYTES, KEY_BYTES, LANDING_BYTES, RowTable, checksum
 from moeinf.offload.store.transfer import BlockReads, ExpertReadError
 
 _READERS = 32
@@ -209,8 +209,7 @@ class CachedTable:
                 raise self._failed(file, problem(error)) from error
             del self._flying[block]
             landed.append(landing)
-            checksum = crc32c(self._checked[landing], number & 0xFFFFFFFF)
-            if checksum != self._checksums[landing]:
+            if checksum(self._checked[landing], number) != self._checksums[landing]:
                 raise self._failed(file, f"block {number} has a wrong checksum")
 
     def _failed(self, file: int, words: str) -> ExpertReadError:
