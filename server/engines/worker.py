@@ -162,11 +162,8 @@ class Worker:
         with self._changed:
             self._closing = True
             if self._scheduler is not None and self._scheduler.lost is not None:
-                # Its traceback holds what the engine had.
-                self._failure, self._scheduler.lost = (
-                    Unloaded("its GPU or a stage has failed"),
-                    None,
-                )
+                self._failure = Unloaded("its GPU or a stage has failed")
+                self._scheduler.lost = None  # its traceback holds what the engine had
             left += self._waiting
             self.engine = None
             self._waiting.clear()

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import hmac
 import secrets
-import select
 import socket
 import struct
 import time
@@ -87,9 +86,14 @@ class Wire:
 
     def arrives(self, seconds: float) -> bool:
         """Wait until something can be received, or the time has passed."""
-        waiting = select.poll()
-        waiting.register(self._end, select.POLLIN)
-        return bool(waiting.poll(seconds * 1e3))
+        self._end.settimeout(seconds)
+        try:
+            self._end.recv(1, socket.MSG_PEEK)
+        except (BlockingIOError, TimeoutError):
+            return False
+        except OSError:
+            return True  # what receives it raises Lost
+        return True
 
     def receive(self, kind: type[Message], seconds: float | None = None) -> Message:
         """Receive a message. seconds: until its first byte; None: for ever."""
