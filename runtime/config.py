@@ -363,7 +363,7 @@ class EngineConfig:
         if self.kv == "q8" and self.device == "cuda":
             raise InvalidValue("--kv q8 cannot be combined with --device cuda")
         if self.draft is not None:
-            others = ["--no-speculation"] * (not self.speculation) + lossy_options(self.lossy)
+            others = lossy_options(self.lossy) if self.speculation else ["--no-speculation"]
             if others:
                 raise InvalidValue(f"--draft cannot be combined with {others[0]}")
         for option in lossy_options(self.lossy):
