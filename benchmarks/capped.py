@@ -8,13 +8,15 @@ Each program runs in a control group whose memory, page cache included, is limit
 
 and gets the same tokens of a text. The two take turns every few tokens, so that both see
 the same drive. Before each start its files are dropped from the page cache. The floor's speeds of
-RAM and drive are measured before and after each race, and the better ones count.
+RAM and drive are measured before and after each race, and the better ones count. The floor of both
+at once has the speeds that each of them has while the other is read.
 (Longer than other files by its options and the three ways to start a peer.)
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import signal
@@ -25,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.at_once import measure_at_once
 from benchmarks.calibrated import named
 from benchmarks.cgroup import MemoryGroup, NoMemoryGroup
 from benchmarks.cold import forget_pages
@@ -36,10 +39,11 @@ from benchmarks.worker import Worker, WorkerFailed
 from moeinf.runtime.config import read_environment
 from moeinf.runtime.jobs.bench import machine, read_ceiling
 from moeinf.runtime.library.manifest import Manifest
-from moeinf.runtime.placement.bandwidth import drive_now
+from moeinf.runtime.placement.bandwidth import drive_now, some_shards
 from moeinf.runtime.system import physical_bytes
 
 SPARE_BYTES = 300_000_000
+_IN_FLIGHT = 4  # reads, for the floor of both at once
 PEERS = ("default", "no-repack", "no-mmap", "accelerate")  # the first three are llama.cpp's
 Result = dict[str, Any]
 
@@ -187,6 +191,9 @@ def capped(o: argparse.Namespace, model: RaceModel, share: float) -> Result:
         read = {"ram": one["about"]["token_bytes"], "disk": one["ours"]["disk_bytes_per_token"]}
         one["bytes_per_s"] = {tier: round(speed) for tier, speed in speeds.items()}
         one["floor_ms"] = {tier: round(1e3 * read[tier] / speeds[tier], 2) for tier in speeds}
+        both = measure_at_once(some_shards(folder, manifest), o.threads, _IN_FLIGHT)
+        one["at_once"] = dataclasses.asdict(both)
+        one["floor_ms"]["at_once"] = round(1e3 * both.seconds(read["ram"], read["disk"]), 2)
     return found
 
 

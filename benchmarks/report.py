@@ -127,7 +127,8 @@ def capped_markdown(about: Result) -> str:
                 f"{one['about']['hit_rate']:.1%}",
                 f"{mine['disk_bytes_per_token'] / 1e6:.0f}"
                 + (f", {peer['disk_bytes_per_token'] / 1e6:.0f}" if peer else ""),
-                f"{floors['ram']:.0f} ms RAM, {floors['disk']:.0f} ms disk",
+                f"{floors['ram']:.0f} ms RAM, {floors['disk']:.0f} ms disk, "
+                f"{floors['at_once']:.0f} ms both at once",
             ]
             lines.append(f"| {' | '.join(cells)} |")
         for name, why in found["fates"].items():

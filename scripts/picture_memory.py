@@ -79,7 +79,8 @@ def _axes() -> list[str]:
 
 
 _CAPTION = (
-    "OLMoE's shape, 8 of 16 layers, 2 cores, drive with 8 MiB of read-ahead; docs/performance.md"
+    "OLMoE's sizes, 8 layers, recorded routing, Intel Xeon, 2 cores, 8 MiB of read-ahead; "
+    "docs/performance/suite.md"
 )
 
 
@@ -113,10 +114,12 @@ def picture() -> str:
         speeds, y = found[program], TOP + 20 + 24 * number
         parts += _line(speeds, colour)
         if program != "accelerate disk":
-            parts += _labels(speeds, colour, below=program == "moeinf")
+            parts += _labels(speeds, colour, below=program != "moeinf")
         parts.append(f'<circle cx="{x}" cy="{y - 4}" r="4" fill="{colour}"/>')
         parts.append(_text(x + 12, y, words, "small"))
-    parts.append(_text(x - 4, TOP + 20 + 24 * len(PROGRAMS), "✕ killed at the limit", "small"))
+    parts.append(
+        _text(x - 4, TOP + 20 + 24 * len(PROGRAMS), "✕ killed at the limit, or no answer", "small")
+    )
     size = f'width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}"'
     page = f'<rect class="page" width="{WIDTH}" height="{HEIGHT}"/>'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">'

@@ -1,4 +1,7 @@
-"""Draw the suite's results. Run: python -m benchmarks.suite.picture (docs/suite.csv → suite.png).
+"""Draw the suite's results: python -m benchmarks.suite.picture (docs/suite.csv → docs/suite.png).
+
+With a run's --out (`python -m benchmarks.suite.picture benchmarks.json`), it first writes the run's
+rows to docs/suite.csv.
 
 The picture is made for a width of 800 pixels, which a page gives it. matplotlib is imported where
 it draws.
@@ -7,7 +10,9 @@ it draws.
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+import json
+import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +36,15 @@ _COLOURS = {
 _OTHER_COLOURS = ("#8250df", "#1a7f37", "#bf3989", "#9a6700", "#0a3069")
 
 
+_NAMES = ("prompt", "decode", "batch", "moment", "program", "status")
+_FIGURES = (
+    *(f"tokens_per_s{end}" for end in ("", "_least", "_most")), "rounds", "parts",
+    *("tpot_ms_median", "tpot_ms_p95", "ttft_ms", "floor_ms", "over_floor", "over_floor_least"),
+    *("over_floor_most", "others_cores"),
+)  # fmt: skip
+COLUMNS = ("memory_percent", *_NAMES, *_FIGURES, "hit_percent", "read_mb_per_token", "peak_mib")
+
+
 def read(path: Path) -> list[Row]:
     """Return the rows of docs/suite.csv, as far as the picture needs them."""
     rows: list[Row] = []
@@ -44,6 +58,32 @@ def read(path: Path) -> list[Row]:
                 row |= {name: float(line[name]) for name in ("tokens_per_s", "ttft_ms")}
             rows.append(row)
     return rows
+
+
+def table(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """Return the rows of docs/suite.csv: those of programs that have run, without a GPU."""
+    found = []
+    for row in rows:
+        if not row.get("ran") or row["gpu"] is not None:
+            continue
+        line: dict[str, Any] = {"memory_percent": row["memory"] or 100}
+        line |= {name: row[name] for name in _NAMES}
+        if row["status"] == "ok":
+            hits, read = row["hit_rate"], row["bytes_per_token"]
+            line |= {name: row.get(name) for name in _FIGURES}
+            line["hit_percent"] = None if hits is None else round(100 * hits, 1)
+            line["read_mb_per_token"] = None if read is None else round(read / 1e6, 1)
+            line["peak_mib"] = None if row["peak_bytes"] is None else row["peak_bytes"] >> 20
+        found.append(line)
+    return found
+
+
+def write(rows: Iterable[Row], path: Path) -> None:
+    """Write docs/suite.csv."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        lines = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        lines.writeheader()
+        lines.writerows(table(rows))
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
@@ -140,4 +180,6 @@ def _point(row: Row, size: str) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        write(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))["rows"].values(), DATA)
     draw(read(DATA), PICTURE)

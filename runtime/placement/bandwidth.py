@@ -82,7 +82,7 @@ def drive_of(settings: Settings, folder: Path, manifest: Manifest) -> Drive | No
     known = remembered_drive(settings, first, *more)
     if known is not None:
         return known
-    pieces = _some_shards(folder, manifest)
+    pieces = some_shards(folder, manifest)
     if sum(piece.size_bytes for piece in pieces) < _QUICK_BYTES:
         return None
     with suppress(OSError):  # the loader reports a missing shard
@@ -98,7 +98,7 @@ def drive_now(folder: Path, manifest: Manifest) -> float:
     It reads at most some 800 MiB. Earlier measurements are neither used nor replaced. Raises
     OSError, and Unsupported where the system cannot read so.
     """
-    pieces = _some_shards(folder, manifest)
+    pieces = some_shards(folder, manifest)
     swept = sweep(pieces, lambda *_: None, _QUICK_IN_FLIGHT, _NOW_ROUNDS, blocks=())
     return swept.chosen.bytes_per_s
 
@@ -137,12 +137,12 @@ def measure(settings: Settings, folder: Path, manifest: Manifest) -> Speeds:
         drive = drive_of(settings, folder, manifest) if here else drive_at(settings, folder)
         small = drive is None
         if drive is None:  # a small model: use its own shards
-            drive = _quick_drive(_some_shards(folder, manifest))
+            drive = _quick_drive(some_shards(folder, manifest))
     except (OSError, Unsupported) as error:  # for example if the disk is full
         why = getattr(error, "strerror", None) or error
         return Speeds(ram_speed, math.inf, ram_how, f"not measured: {why}")
     if small:
-        size = sum(piece.size_bytes for piece in _some_shards(folder, manifest))
+        size = sum(piece.size_bytes for piece in some_shards(folder, manifest))
         disk_how = f"measured now: only {format_bytes(size)} of expert shards; "
         disk_how += "`moeinf devices` measures the drive"
     else:
@@ -172,7 +172,7 @@ def _quick_drive(pieces: Sequence[FileRange]) -> Drive:
     return Drive(swept.chosen, False, max(p.size_bytes for p in pieces), now(), swept.notes)
 
 
-def _some_shards(folder: Path, manifest: Manifest) -> list[FileRange]:
+def some_shards(folder: Path, manifest: Manifest) -> list[FileRange]:
     """Choose pieces from shards all over the model, some 64 MiB, or all of a smaller model.
 
     They are on all of its drives.

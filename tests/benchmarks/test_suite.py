@@ -151,7 +151,7 @@ def test_the_picture_is_legible_at_800_pixels(tmp_path: Path) -> None:
     made.canvas.draw()
     (legend,) = made.legends
     assert [text.get_text() for text in legend.get_texts()] == [
-        "moeinf", "llama.cpp", "accelerate cpu", "transformers", "llama.cpp no-repack",
+        "moeinf", "llama.cpp", "transformers", "accelerate cpu", "llama.cpp no-repack",
         "accelerate disk",
     ]  # fmt: skip
     box = legend.get_window_extent()
@@ -175,12 +175,41 @@ def test_the_picture_is_legible_at_800_pixels(tmp_path: Path) -> None:
         speeds
     )
     memory, first = ({line.get_color(): line for line in axis.lines} for axis in made.axes[1:])
-    ours, transformers = (handle.get_color() for handle in legend.get_lines()[:4:3])
+    ours, transformers = (handle.get_color() for handle in legend.get_lines()[:3:2])
     assert np.asarray(memory[ours].get_xdata()).tolist() == [10, 18, 35, 60, 100]
     assert np.asarray(first[transformers].get_xdata()).tolist() == [32, 512, 4096]
-    assert transformers not in memory
+    assert np.asarray(memory[transformers].get_xdata()).tolist() == [100]
     picture.draw(rows, tmp_path / "suite.png")
     assert (tmp_path / "suite.png").read_bytes()[16:20] == (1600).to_bytes(4, "big")
+
+
+def test_the_table_has_what_the_picture_reads(tmp_path: Path) -> None:
+    """Rows of programs that have not run are left out, and one that was killed has no figures."""
+    scenario: Row = {"gpu": None, "prompt": 512, "decode": 32, "batch": 1, "moment": "warm"}
+    ran = {**scenario, "ran": True}
+    figures: Row = {
+        "tokens_per_s": 45.59, "tokens_per_s_least": 45.08, "tokens_per_s_most": 55.4,
+        "rounds": 5, "parts": 5, "tpot_ms_median": 19.36, "tpot_ms_p95": 27.26, "ttft_ms": 1606.3,
+        "others_cores": 0.03, "hit_rate": 0.7951, "bytes_per_token": 37_960_000,
+        "peak_bytes": 3 << 20,
+    }  # fmt: skip
+    rows: list[Row] = [
+        {**ran, "memory": 60, "program": "moeinf", "status": "ok", **figures},
+        {**ran, "memory": 60, "program": "llama.cpp", "status": "killed at the limit"},
+        {**scenario, "memory": None, "program": "vLLM", "status": "not installed"},
+    ]
+    path = tmp_path / "suite.csv"
+    picture.write(rows, path)
+    head, ours, killed = path.read_text(encoding="utf-8").splitlines()
+    assert head.split(",") == list(picture.COLUMNS)
+    found = dict(zip(picture.COLUMNS, ours.split(","), strict=True))
+    assert (found["hit_percent"], found["read_mb_per_token"], found["peak_mib"]) == (
+        "79.5", "38.0", "3",
+    )  # fmt: skip
+    assert killed == "60,512,32,1,warm,llama.cpp,killed at the limit" + "," * 16
+    first, second = picture.read(path)
+    assert (first["memory"], first["tokens_per_s"], first["ttft_ms"]) == (60, 45.59, 1606.3)
+    assert second["status"] == "killed at the limit"
 
 
 @pytest.fixture(scope="module")
