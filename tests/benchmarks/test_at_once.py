@@ -1,4 +1,4 @@
-"""What RAM and drive take at once."""
+"""The least time for RAM and drive at once, and how their speeds are measured."""
 
 from __future__ import annotations
 
