@@ -280,10 +280,12 @@ KeepAlive = Annotated[
     ),
 ]
 Source = Annotated[
-    str | None, typer.Option("--src", help="Language to translate from, such as eng_Latn.", show_default=False)
+    str | None,
+    typer.Option("--src", help="Language to translate from, such as eng_Latn.", show_default=False),
 ]
 Target = Annotated[
-    str | None, typer.Option("--tgt", help="Language to translate to, such as fra_Latn.", show_default=False)
+    str | None,
+    typer.Option("--tgt", help="Language to translate to, such as fra_Latn.", show_default=False),
 ]
 Threads = Annotated[
     int | None,
@@ -311,9 +313,7 @@ NoPrefixCache = Annotated[
 ]
 NoSpeculation = Annotated[
     bool,
-    typer.Option(
-        "--no-speculation", help="No speculative decoding: decode one token per pass."
-    ),
+    typer.Option("--no-speculation", help="No speculative decoding: decode one token per pass."),
 ]
 
 

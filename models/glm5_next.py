@@ -26,7 +26,7 @@ from moeinf.models.layers.hyper_block import (
     parse_hyper,
 )
 from moeinf.models.layers.indexer import IndexerShape, parse_indexer
-from moeinf.models.layers.kimi_delta import LogDecay, KimiDelta, parse_kimi_delta
+from moeinf.models.layers.kimi_delta import KimiDelta, LogDecay, parse_kimi_delta
 from moeinf.models.layers.mla import MlaAttention, MlaShape, parse_mla
 from moeinf.models.layers.norms import RmsNorm
 from moeinf.models.layers.pooled_indexer import PooledIndexer

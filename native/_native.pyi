@@ -895,7 +895,7 @@ class AdaptiveCore:
         """Remove a cell without choosing a victim; an absent cell stays absent."""
 
     def keeps(self, cell: int) -> bool: ...
-    def prefetches(self, most: int) -> list[tuple[int, bool, float]]:
+    def wishes(self, most: int) -> list[tuple[int, bool, float]]:
         """Return the cells worth reading now, best first.
 
         Each has: is it a gate's hint, and its probability of use.
@@ -937,7 +937,7 @@ class EamcCore:
     def resize(self, slots: int) -> None: ...
     def forget(self, cell: int) -> None: ...
     def victim(self, evictable: Callable[[int], bool]) -> int | None: ...
-    def prefetches(self, most: int) -> list[int]:
+    def wishes(self, most: int) -> list[int]:
         """Return the cells of later layers worth reading now, best first."""
 
 def sum_as_shares(entries: NDArray[np.float32], places: Sequence[int]) -> NDArray[np.float32]:

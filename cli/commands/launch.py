@@ -47,7 +47,9 @@ def launch(
     ] = None,
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[-- ARGUMENTS…]", show_default=False, help="Arguments for the client."),
+        typer.Argument(
+            metavar="[-- ARGUMENTS…]", show_default=False, help="Arguments for the client."
+        ),
     ] = None,
     show: Annotated[
         bool, typer.Option("--print", help="Print what the client needs, and start nothing.")

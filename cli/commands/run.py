@@ -76,9 +76,12 @@ def run(
     kv: KvForm = None,
     ctx: Context = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Sample from the k best tokens; 0: all.")] = None,
+    top_k: Annotated[
+        int | None, typer.Option(help="Sample from the k best tokens; 0: all.")
+    ] = None,
     top_p: Annotated[
-        float | None, typer.Option(help="Sample from the best tokens whose probabilities sum to this.")
+        float | None,
+        typer.Option(help="Sample from the best tokens whose probabilities sum to this."),
     ] = None,
     min_p: Annotated[
         float | None,
@@ -98,7 +101,9 @@ def run(
     ] = None,
     src: Source = None,
     tgt: Target = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Send the prompt without the chat template.")] = False,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Send the prompt without the chat template.")
+    ] = False,
     think: Annotated[
         bool | None, typer.Option("--think/--nothink", help="Think before answering, or do not.")
     ] = None,

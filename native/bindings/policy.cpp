@@ -114,9 +114,9 @@ class Adaptive {
         return core_.keeps(cell);
     }
 
-    std::vector<std::tuple<int, bool, double>> prefetches(std::size_t most) {
+    std::vector<std::tuple<int, bool, double>> wishes(std::size_t most) {
         std::vector<std::tuple<int, bool, double>> found;
-        for (const CellPrefetch& one : core_.prefetches(most))
+        for (const CellWish& one : core_.wishes(most))
             found.emplace_back(one.cell, one.urgent, one.probability);
         return found;
     }
@@ -356,7 +356,7 @@ void bind_policies(py::module_& m) {
             py::arg("evictable"))
         .def("forget", &Adaptive::forget, py::arg("cell"))
         .def("keeps", &Adaptive::keeps, py::arg("cell"))
-        .def("prefetches", &Adaptive::prefetches, py::arg("most"))
+        .def("wishes", &Adaptive::wishes, py::arg("most"))
         .def("share", &Adaptive::share, py::arg("estimate"))
         .def_property_readonly("insertions",
                                [](Adaptive& self) { return self.core().insertions(); })
@@ -381,7 +381,7 @@ void bind_policies(py::module_& m) {
             [](Paper& self, const Evictable& evictable) { return self.core().victim(evictable); },
             py::arg("evictable"))
         .def(
-            "prefetches", [](Paper& self, std::size_t most) { return self.core().prefetches(most); },
+            "wishes", [](Paper& self, std::size_t most) { return self.core().wishes(most); },
             py::arg("most"));
     m.def("sum_as_shares", &sum_as_shares, py::arg("entries").noconvert(), py::arg("places"));
 

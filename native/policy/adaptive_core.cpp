@@ -116,14 +116,14 @@ bool AdaptiveCore::keeps(int cell) {
     return kept_ < keep_at_most_ || deserves(cell, least_kept());
 }
 
-std::vector<CellPrefetch> AdaptiveCore::prefetches(std::size_t most) {
+std::vector<CellWish> AdaptiveCore::wishes(std::size_t most) {
     const auto absent = [&](int cell) {
         return place_[static_cast<std::size_t>(cell)] == Place::kAbsent;
     };
-    const auto likelier = [&](const CellPrefetch& a, const CellPrefetch& b) {
+    const auto likelier = [&](const CellWish& a, const CellWish& b) {
         return chance(a.cell) > chance(b.cell);
     };
-    std::vector<CellPrefetch> found;
+    std::vector<CellWish> found;
     const auto next = static_cast<std::size_t>(layer_ + 1);
     for (std::size_t layer = next; layer < layers_; ++layer) {
         const auto first = static_cast<std::ptrdiff_t>(found.size());

@@ -68,7 +68,7 @@ struct IdRows {
     std::size_t rows;
 };
 
-struct CellPrefetch {
+struct CellWish {
     int cell;
     bool urgent;  // a gate's hint, before any lookahead
     double probability;  // of its use
@@ -98,7 +98,7 @@ class AdaptiveCore {
     void resize(std::size_t keep_at_most);  // the tier has another number of slots now
     void forget(int cell);  // the cell has left, or never arrived; no effect if absent
     bool keeps(int cell);
-    std::vector<CellPrefetch> prefetches(std::size_t most);
+    std::vector<CellWish> wishes(std::size_t most);
 
     // Share of recent hints that were right, among experts of similar probability.
     double hint_precision(float score) const;

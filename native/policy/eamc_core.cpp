@@ -77,7 +77,7 @@ std::optional<int> EamcCore::victim(const Evictable& evictable) {
     return std::nullopt;
 }
 
-std::vector<int> EamcCore::prefetches(std::size_t most) const {
+std::vector<int> EamcCore::wishes(std::size_t most) const {
     const auto first = static_cast<std::size_t>(layer_ + 1);
     if (first >= layers_ || most == 0) return {};
     float least = -INFINITY;  // a full tier does not evict a likelier expert to read ahead

@@ -38,7 +38,7 @@ class EamcCore {
     void forget(int cell);
     void resize(std::size_t slots) { slots_ = slots; }
     std::optional<int> victim(const Evictable& evictable);
-    std::vector<int> prefetches(std::size_t most) const;
+    std::vector<int> wishes(std::size_t most) const;
 
   private:
     static constexpr float kEqual = 1e-6F;

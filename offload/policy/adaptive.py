@@ -124,7 +124,7 @@ class Adaptive:
         return self.core.keeps(cell)
 
     def prefetch(self, most: int) -> Sequence[Prefetch]:
-        return [Prefetch(*prefetch) for prefetch in self.core.prefetches(most)]
+        return [Prefetch(*prefetch) for prefetch in self.core.wishes(most)]
 
     def _kept_of(self, slots: int) -> int:
         """Return the slots that are not for staging."""

@@ -87,7 +87,7 @@ class EamcPolicy(Passive):
     def prefetch(self, most: int) -> Sequence[Prefetch]:
         if not len(self._requests.eamc):
             return ()
-        return [Prefetch(cell, False) for cell in self._core.prefetches(most)]
+        return [Prefetch(cell, False) for cell in self._core.wishes(most)]
 
     def _predict(self) -> None:
         active = self._requests.active()

@@ -24,8 +24,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from moeinf.offload.replicas.route_keys import RouteKeys
 from moeinf.offload.replicas.names import RouterName
+from moeinf.offload.replicas.route_keys import RouteKeys
 from moeinf.offload.replicas.signatures import Signatures
 from moeinf.offload.routing.eamc import normalised
 from moeinf.offload.routing.trace import Eam

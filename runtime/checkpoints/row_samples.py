@@ -60,7 +60,11 @@ class CosineSimilarity:
 
 
 def compare(
-    ours: SourceTensor, our_read: Read, theirs: SourceTensor, their_read: Read, found: CosineSimilarity
+    ours: SourceTensor,
+    our_read: Read,
+    theirs: SourceTensor,
+    their_read: Read,
+    found: CosineSimilarity,
 ) -> bool:
     """Add the similarity of some rows of two tensors; return False if they cannot be read by rows.
 

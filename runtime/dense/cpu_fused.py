@@ -14,7 +14,12 @@ import torch
 from torch import Tensor
 
 from moeinf.models.base import Piece
-from moeinf.models.layers.attention import GqaCore, NormAfterRopeCore, InterleavedRopeCore, NoRopeCore
+from moeinf.models.layers.attention import (
+    GqaCore,
+    InterleavedRopeCore,
+    NormAfterRopeCore,
+    NoRopeCore,
+)
 from moeinf.models.layers.ffn import GatedMlp, SigmoidGate
 from moeinf.models.layers.kv_cache import KvCache, PassRows, Span
 from moeinf.models.layers.mla import LowRank, MlaCore

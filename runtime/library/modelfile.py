@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 
 from moeinf.errors import UnusableInput
 from moeinf.runtime.invalid import InvalidValue
-from moeinf.runtime.library.defaults import Defaults, DefaultMessage
+from moeinf.runtime.library.defaults import DefaultMessage, Defaults
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.ollama_options import OF_OTHER_ENGINES, OTHER_NAMES, READ, SAMPLING
 

@@ -23,7 +23,11 @@ from moeinf.runtime.machine.measurements import remembered_bus
 from moeinf.runtime.machine.memory import available_bytes, core_count
 from moeinf.runtime.placement.bandwidth import Speeds, measure, with_products
 from moeinf.runtime.placement.bounds import prefill_seconds, seconds_per_token, without_misses
-from moeinf.runtime.placement.decode_speed import MeasuredSpeed, remembered_prefill, remembered_speed
+from moeinf.runtime.placement.decode_speed import (
+    MeasuredSpeed,
+    remembered_prefill,
+    remembered_speed,
+)
 from moeinf.runtime.placement.draft_plan import place_both
 from moeinf.runtime.placement.plan import Placement
 from moeinf.runtime.sizes import MemorySize, format_bytes

@@ -31,14 +31,14 @@ from moeinf.runtime.generation.events import (
 from moeinf.runtime.generation.prompts import Message, chat_prompt, text_prompt
 from moeinf.runtime.generation.turns import latest_turns
 from moeinf.runtime.requests import Limits
-from moeinf.runtime.text.answer_parser import AnswerPart, AnswerParser
+from moeinf.runtime.text.answer_parser import AnswerParser, AnswerPart
 from moeinf.runtime.text.offered_tools import Call, Tool
 from moeinf.runtime.text.reasoning import thinks
 from moeinf.runtime.text.tool_calls import format_of, knows_tools
 from moeinf.server.api.answers import BadRequest, events
 from moeinf.server.api.prompts import refuse_sources
 from moeinf.server.engines.jobs import Job
-from moeinf.server.engines.model_manager import ModelManager, Loaded
+from moeinf.server.engines.model_manager import Loaded, ModelManager
 
 if TYPE_CHECKING:
     from moeinf.runtime.engine.engine import Engine

@@ -27,7 +27,7 @@ from moeinf.server.api.fields.other import Lenient
 from moeinf.server.api.ollama_options import read_options
 from moeinf.server.api.prompts import embedding_prompt
 from moeinf.server.engines.jobs import Job
-from moeinf.server.engines.model_manager import ModelManager, Loaded
+from moeinf.server.engines.model_manager import Loaded, ModelManager
 from moeinf.server.http.bodies import JsonRoute
 from moeinf.server.http.json_text import dump
 from moeinf.server.http.request_log import notes_of

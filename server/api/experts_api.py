@@ -11,7 +11,7 @@ from fastapi.responses import StreamingResponse
 
 from moeinf.errors import NotFound, Unavailable
 from moeinf.server.api.answers import BadRequest
-from moeinf.server.engines.model_manager import ModelManager, Loaded
+from moeinf.server.engines.model_manager import Loaded, ModelManager
 from moeinf.server.http.bodies import JsonRoute
 from moeinf.server.http.json_text import Answer, dump
 

@@ -27,8 +27,8 @@ from moeinf.runtime.text.tool_calls import knows_tools
 from moeinf.runtime.version import version
 from moeinf.server.api.answers import BadRequest, events, noted, words_of
 from moeinf.server.api.chat_turn import (
-    Chat,
     AnswerPiece,
+    Chat,
     Reply,
     Text,
     called_ollama,
@@ -43,7 +43,7 @@ from moeinf.server.api.ollama_options import read_options, without_effect
 from moeinf.server.api.openai_format import lossy_of
 from moeinf.server.api.prompts import MessageExtras
 from moeinf.server.engines.jobs import Job
-from moeinf.server.engines.model_manager import ModelManager, Loaded
+from moeinf.server.engines.model_manager import Loaded, ModelManager
 from moeinf.server.http.bodies import JsonRoute
 from moeinf.server.http.json_text import Answer, dump
 from moeinf.server.http.request_log import notes_of

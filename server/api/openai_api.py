@@ -21,11 +21,11 @@ from moeinf.runtime.requests import Limits
 from moeinf.runtime.sampling.grammar import call_of_one, json_of
 from moeinf.server.api.answers import BadRequest, noted, words_of
 from moeinf.server.api.chat_turn import (
-    ToolCall,
-    Chat,
     AnswerPiece,
+    Chat,
     Reply,
     Text,
+    ToolCall,
     begun,
     progress_of,
 )
@@ -34,8 +34,8 @@ from moeinf.server.api.fields.optional import RequestObject
 from moeinf.server.api.fields.sampling import Sampled
 from moeinf.server.api.logprobs import LegacyWords, token_words
 from moeinf.server.api.openai_format import (
-    Message,
     ChatTool,
+    Message,
     ToolChoice,
     deltas_of,
     message_of,
@@ -47,7 +47,7 @@ from moeinf.server.api.openai_format import (
 from moeinf.server.api.prompts import refuse_sources
 from moeinf.server.api.tool_choice import chosen_tools, effort_of
 from moeinf.server.engines.jobs import Job
-from moeinf.server.engines.model_manager import ModelManager, Loaded
+from moeinf.server.engines.model_manager import Loaded, ModelManager
 from moeinf.server.http.bodies import JsonRoute
 from moeinf.server.http.json_text import Answer, dump
 
@@ -309,7 +309,9 @@ async def _stream(
     yield "data: [DONE]\n\n"
 
 
-def _words(loaded: Loaded, event: AnswerPiece, word: Callable[[Engine, TokenInfo], Any]) -> list[Any]:
+def _words(
+    loaded: Loaded, event: AnswerPiece, word: Callable[[Engine, TokenInfo], Any]
+) -> list[Any]:
     engine = loaded.worker.engine
     return [] if event.info is None or engine is None else [word(engine, event.info)]
 

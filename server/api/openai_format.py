@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from moeinf.runtime.generation.events import Ended
 from moeinf.server.api.answers import BadRequest
-from moeinf.server.api.chat_turn import ToolCall, Part, Reply
+from moeinf.server.api.chat_turn import Part, Reply, ToolCall
 from moeinf.server.api.fields.bounds import Listed
 from moeinf.server.api.prompts import MessageExtras
 

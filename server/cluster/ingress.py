@@ -22,8 +22,8 @@ from ray.serve.handle import DeploymentHandle
 from moeinf.errors import MoeinfError, as_moeinf
 from moeinf.runtime.config import ServerSettings
 from moeinf.server.app import document_of
-from moeinf.server.cluster.request_keys import keys_of, repeatable
 from moeinf.server.cluster.failures import ReplicaLost
+from moeinf.server.cluster.request_keys import keys_of, repeatable
 from moeinf.server.cluster.resumed import Differs, Resumable
 from moeinf.server.cluster.routing_counts import RoutingCounts
 from moeinf.server.http.json_text import dump

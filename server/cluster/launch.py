@@ -38,8 +38,8 @@ from moeinf.runtime.config import (
 )
 from moeinf.runtime.machine.network_home import check_replica_home
 from moeinf.runtime.sizes import MemorySize, parse_memory_or_auto
-from moeinf.server.cluster.ingress import Ingress
 from moeinf.server.cluster.failures import NoCluster
+from moeinf.server.cluster.ingress import Ingress
 from moeinf.server.cluster.replica import Replica
 from moeinf.server.cluster.request_router import ExpertRouter
 from moeinf.server.serve import MOST_CONNECTIONS

@@ -1,6 +1,6 @@
 """Answer requests in an actor: the whole application, called in memory instead of by a socket.
 
-The ingress (ingress.py) sends the ASGI scope and body of a request, and receives the messages of its
+The ingress (ingress.py) sends the ASGI scope and body of a request, and gets the messages of the
 answer. So every endpoint, stream and error is the one of a single machine.
 """
 

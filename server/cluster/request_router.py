@@ -12,8 +12,8 @@ from collections import Counter, OrderedDict
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from moeinf.offload.replicas.route_keys import RouteKeys
 from moeinf.offload.replicas.names import DEFAULT_ROUTER, RouterName
+from moeinf.offload.replicas.route_keys import RouteKeys
 from moeinf.offload.replicas.router import BAND, Candidate, Published, Router
 from moeinf.server.cluster import routing_counts
 

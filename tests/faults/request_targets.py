@@ -28,7 +28,7 @@ from moeinf.runtime.text.chat_template import TemplateWorker
 from moeinf.runtime.text.tokenizer import Tokenizer
 from moeinf.server.app import create_app
 from moeinf.server.engines.jobs import Job
-from moeinf.server.engines.model_manager import ModelManager, Loaded
+from moeinf.server.engines.model_manager import Loaded, ModelManager
 from tests.server.scripted import CHATML
 
 CONTEXT = 512  # tokens

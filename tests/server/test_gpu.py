@@ -23,7 +23,7 @@ from moeinf.server.api.answers import words_of
 from moeinf.server.api.ollama_api import _living
 from moeinf.server.engines.expert_map import GPU, USED, ExpertMap
 from moeinf.server.engines.jobs import Job
-from moeinf.server.engines.model_manager import ModelManager, Loaded
+from moeinf.server.engines.model_manager import Loaded, ModelManager
 from tests.fake_device import FakeDevice
 from tests.native.fake_cuda import Fake
 
@@ -43,7 +43,9 @@ def devices(fake: Fake, monkeypatch: pytest.MonkeyPatch, new_to_gpus: None) -> l
     return found
 
 
-def with_host(fake: Fake, home: Path, memory: str, test: Callable[[ModelManager], Awaitable[None]]) -> None:
+def with_host(
+    fake: Fake, home: Path, memory: str, test: Callable[[ModelManager], Awaitable[None]]
+) -> None:
     config = EngineConfig(
         memory=parse_memory("100%"), trace=False, device="cuda",
         device_memory=parse_memory(memory), miss="fetch", libcuda=fake.path,

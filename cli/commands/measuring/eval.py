@@ -44,7 +44,8 @@ def evaluate_text(
         typer.Option(metavar="MODEL[:TAG]", help="Compare with this model.", show_default=False),
     ] = None,
     decode: Annotated[
-        bool, typer.Option("--decode", help="Read one token per pass, as in decoding; adds the speed.")
+        bool,
+        typer.Option("--decode", help="Read one token per pass, as in decoding; adds the speed."),
     ] = False,
     skip_below: SkipBelow = 0.0,
     route: Route = None,

@@ -56,7 +56,9 @@ def trace(
     ] = "",
     limit: Annotated[int, typer.Option(min=1, help="Most prompts to run.")] = 100,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens per answer.")] = 32,
-    shots: Annotated[int, typer.Option(min=0, max=5, help="Solved examples before each question (mmlu).")] = 5,
+    shots: Annotated[
+        int, typer.Option(min=0, max=5, help="Solved examples before each question (mmlu).")
+    ] = 5,
     subset: Annotated[
         str | None,
         typer.Option(metavar="TASK[,TASK…]", help="Only these tasks.", show_default=False),
@@ -68,7 +70,9 @@ def trace(
     seed: Annotated[int, typer.Option(help="Seed for choosing prompts and for sampling.")] = 0,
     src: Source = None,
     tgt: Target = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Send prompts without the chat template.")] = False,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Send prompts without the chat template.")
+    ] = False,
     memory: Memory = None,
     policy: PolicyName = DEFAULT_POLICY,
     ctx: Context = None,

@@ -146,4 +146,4 @@ class EamcV1(Passive):
     def prefetch(self, most: int) -> Sequence[Prefetch]:
         if not self._past.eams.shape[2]:
             return ()
-        return [Prefetch(cell, False) for cell in self._ahead.prefetches(most)]
+        return [Prefetch(cell, False) for cell in self._ahead.wishes(most)]

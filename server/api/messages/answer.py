@@ -9,7 +9,7 @@ from typing import Any
 from moeinf.errors import ContextExceeded, MoeinfError
 from moeinf.runtime.generation.events import Ended
 from moeinf.server.api.answers import words_of
-from moeinf.server.api.chat_turn import ToolCall, Part
+from moeinf.server.api.chat_turn import Part, ToolCall
 from moeinf.server.api.openai_format import lossy_of
 from moeinf.server.http.json_text import dump
 

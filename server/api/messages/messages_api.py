@@ -13,7 +13,7 @@ from moeinf.runtime.config import Settings
 from moeinf.runtime.generation.events import Ended, Failed, Reading
 from moeinf.runtime.requests import Limits, SamplingOptions
 from moeinf.server.api.answers import BadRequest, noted
-from moeinf.server.api.chat_turn import Chat, AnswerPiece, begun
+from moeinf.server.api.chat_turn import AnswerPiece, Chat, begun
 from moeinf.server.api.messages.answer import (
     Content,
     error_document,

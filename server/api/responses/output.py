@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from moeinf.runtime.generation.events import Ended
-from moeinf.server.api.chat_turn import ToolCall, Part
+from moeinf.server.api.chat_turn import Part, ToolCall
 from moeinf.server.api.openai_format import lossy_of
 from moeinf.server.api.responses.request import ResponsesRequest
 from moeinf.server.http.json_text import dump

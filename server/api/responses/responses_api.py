@@ -12,7 +12,7 @@ from moeinf.runtime.config import Settings
 from moeinf.runtime.generation.events import Ended, Failed, Reading
 from moeinf.runtime.requests import Limits, SamplingOptions
 from moeinf.server.api.answers import BadRequest, noted
-from moeinf.server.api.chat_turn import Chat, AnswerPiece, begun
+from moeinf.server.api.chat_turn import AnswerPiece, Chat, begun
 from moeinf.server.api.logprobs import token_words
 from moeinf.server.api.openai_api import error_document
 from moeinf.server.api.responses.output import Document, EventLines, Output, new_id

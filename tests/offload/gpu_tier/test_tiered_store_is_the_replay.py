@@ -135,7 +135,9 @@ def in_the_store(fake: Fake, recording: Recording, case: Tiers) -> Counts:
     if case.late:
         tier._slots = LateSlots(tier._arena)  # type: ignore[assignment]
     runner = TierRunner(host, tier, case.miss, case.share)
-    store = ExpertStore((host, tier), runner, most_prefetches=case.most_prefetches, hints=case.hinted > 0)
+    store = ExpertStore(
+        (host, tier), runner, most_prefetches=case.most_prefetches, hints=case.hinted > 0
+    )
     hints, passes, last = case.hints(), list[StoreStats](), recording.last_pass()
     for index, running in enumerate(recording.passes):
         before = stats.copy()

@@ -207,7 +207,7 @@ class PlainAdaptive:
         self.kept.add(cell)
         self.insertions += 1
 
-    def prefetches(self, most: int) -> list[tuple[int, bool, float]]:
+    def wishes(self, most: int) -> list[tuple[int, bool, float]]:
         def absent(cell: int) -> bool:
             return cell not in self.kept and cell not in self.staged
 

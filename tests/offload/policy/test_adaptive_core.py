@@ -82,8 +82,8 @@ class Pair:
             cells = {layer * self.experts + int(e) for e in chosen.ravel() if e >= 0}
             for cell in sorted(cells - self.resident):
                 self.fetch(cell, cells)
-            prefetches = self.native.prefetches(6)
-            assert prefetches == self.plain.prefetches(6)
+            prefetches = self.native.wishes(6)
+            assert prefetches == self.plain.wishes(6)
             for cell, _urgent, _probability in prefetches[:2]:
                 self.fetch(cell, cells)
             if layer == 1 and self.resident:  # a read that has failed
@@ -250,7 +250,7 @@ def test_lookahead_stops_while_it_is_wrong_more_often_than_not() -> None:
         policy.past[1, 0] = 1.2
         policy.begin_decode(token)
         policy.routed(0, np.array([[1]]))
-        asked.append(policy.prefetches(4))
+        asked.append(policy.wishes(4))
         policy.routed(1, np.array([[1 + token % 7]]))
     assert asked[0] == [(8, False, pytest.approx(0.6))]
     assert asked[-1] == []

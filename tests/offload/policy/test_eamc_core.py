@@ -23,10 +23,10 @@ def test_equal_keys_leave_by_last_use_then_by_number() -> None:
 def test_equal_wishes_come_by_number() -> None:
     found = core()
     found.begin_pass(False)
-    assert found.prefetches(4) == [0, 1, 2]  # the last layer is L away: its weight is 0
+    assert found.wishes(4) == [0, 1, 2]  # the last layer is L away: its weight is 0
     found.admitted(1)
-    assert found.prefetches(4) == [0, 2]
-    assert found.prefetches(1) == [0]
+    assert found.wishes(4) == [0, 2]
+    assert found.wishes(1) == [0]
 
 
 def test_shares_of_a_row_without_counts_are_uniform() -> None:

@@ -33,7 +33,9 @@ def taught() -> Router:
         router.choose(request, empty)
         router.sent(request, "a", "load")
     observed = (Observed(1, LAW), Observed(2, CODE))
-    router.choose(route_keys(3, ["zebra"]), [Candidate("a", 0, holds(1, observed=observed)), empty[1]])
+    router.choose(
+        route_keys(3, ["zebra"]), [Candidate("a", 0, holds(1, observed=observed)), empty[1]]
+    )
     return router
 
 

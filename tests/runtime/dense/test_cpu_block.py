@@ -15,10 +15,10 @@ from moeinf.models.layers.attention import (
     GqaAttention,
     GqaCore,
     GqaShape,
-    NormAfterRopeCore,
     InterleavedRopeCore,
-    Projections,
+    NormAfterRopeCore,
     NoRopeCore,
+    Projections,
 )
 from moeinf.models.layers.decoder import Block
 from moeinf.models.layers.feed_forward import DenseFfn
@@ -38,8 +38,8 @@ from moeinf.native import (
     SlotKernel,
 )
 from moeinf.offload.format.quantise import quantise
-from moeinf.offload.store.resident_layers import NativeLayer, NativeLayerExperts
 from moeinf.offload.store.compute import MOST_ROWS
+from moeinf.offload.store.resident_layers import NativeLayer, NativeLayerExperts
 from moeinf.runtime.dense.cpu_backend import CpuMath
 from moeinf.runtime.dense.cpu_block import NativeBlock, why_in_pieces
 from moeinf.runtime.dense.cpu_fused import tuned

@@ -12,8 +12,8 @@ from moeinf.models.base import KvForm
 from moeinf.models.layers.attention import (
     GqaCore,
     GqaShape,
-    NormAfterRopeCore,
     InterleavedRopeCore,
+    NormAfterRopeCore,
     NoRopeCore,
 )
 from moeinf.models.layers.ffn import SigmoidGate

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moeinf.runtime.invalid import InvalidValue
-from moeinf.runtime.library.defaults import Defaults, DefaultMessage, with_defaults
+from moeinf.runtime.library.defaults import DefaultMessage, Defaults, with_defaults
 from moeinf.runtime.library.modelfile import (
     BadModelfile,
     Modelfile,
@@ -100,7 +100,9 @@ def test_quoted_texts_are_read_back(text: str) -> None:
 
 
 def test_defaults_fill_those_of_the_base() -> None:
-    base = Defaults("demo", "old", "t", {"seed": 1, "top_k": 2}, (DefaultMessage("user", "a"),), ("MIT",))
+    base = Defaults(
+        "demo", "old", "t", {"seed": 1, "top_k": 2}, (DefaultMessage("user", "a"),), ("MIT",)
+    )
     new = Defaults("mario", "new", None, {"seed": 3}, (), ("MIT", "BSD"))
     merged = Defaults(
         "mario", "new", "t", {"seed": 3, "top_k": 2}, (DefaultMessage("user", "a"),), ("MIT", "BSD")
@@ -111,7 +113,9 @@ def test_defaults_fill_those_of_the_base() -> None:
 
 def test_defaults_stand_before_a_request() -> None:
     user, own = {"role": "user", "content": "q"}, {"role": "system", "content": ""}
-    given = Defaults("demo", system="s", messages=(DefaultMessage("user", "a"), DefaultMessage("assistant", "b")))
+    given = Defaults(
+        "demo", system="s", messages=(DefaultMessage("user", "a"), DefaultMessage("assistant", "b"))
+    )
     said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     assert with_defaults(None, [user]) == [user]
     assert with_defaults(given, [user]) == [{"role": "system", "content": "s"}, *said, user]

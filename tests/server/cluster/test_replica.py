@@ -14,8 +14,8 @@ import pytest
 from moeinf.offload.replicas.router import Published
 from moeinf.runtime.config import EngineConfig, PrefixBudget, ServerSettings
 from moeinf.runtime.sizes import MemorySize
-from moeinf.server.cluster.request_keys import keys_of
 from moeinf.server.cluster.replica import Replica
+from moeinf.server.cluster.request_keys import keys_of
 
 CONFIG = EngineConfig(memory=MemorySize(share=0.5))
 

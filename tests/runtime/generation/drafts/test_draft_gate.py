@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moeinf.runtime.generation.drafts.draft_gate import DraftStats, DraftGate
+from moeinf.runtime.generation.drafts.draft_gate import DraftGate, DraftStats
 
 SURE = [0.99**place for place in range(1, 16)]
 

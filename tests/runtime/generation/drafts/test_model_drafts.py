@@ -14,9 +14,9 @@ from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine.draft_engine import DraftEngine
 from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.generation.drafts import model_drafts
-from moeinf.runtime.generation.drafts.draft_gate import DraftStats, DraftGate
+from moeinf.runtime.generation.drafts.draft_gate import DraftGate, DraftStats
 from moeinf.runtime.generation.drafts.lookup import Lookup
-from moeinf.runtime.generation.drafts.model_drafts import ModelDrafts, AcceptanceByProbability
+from moeinf.runtime.generation.drafts.model_drafts import AcceptanceByProbability, ModelDrafts
 from moeinf.runtime.generation.events import Ended, Event, Request
 from moeinf.runtime.generation.scheduler import Scheduler
 from moeinf.runtime.invalid import InvalidValue
