@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from moeinf.runtime.jobs.trace_dataset import Traced
 
 _LOG = logging.getLogger("moeinf")
-Said = Message | Mapping[str, str]  # a message, or {"role": …, "content": …}
+ChatMessage = Message | Mapping[str, str]  # a message, or {"role": …, "content": …}
 
 
 class Model:
@@ -193,7 +193,7 @@ class Model:
         ways = {"system": system, "raw": raw, "think": think, "format": format}
         return _whole(self.stream(prompt, **ways, max_tokens=max_tokens, stop=stop, **sampling))
 
-    def chat(self, messages: Sequence[Said], **options: Any) -> Answer:
+    def chat(self, messages: Sequence[ChatMessage], **options: Any) -> Answer:
         """Answer the last of some messages, which is the user's.
 
         The KV of the messages before is reused. Without room the oldest are left out. options:
@@ -201,7 +201,7 @@ class Model:
         """
         return _whole(self.stream(messages, **options))
 
-    def stream(self, prompt: str | Sequence[Said], **options: Any) -> Stream:
+    def stream(self, prompt: str | Sequence[ChatMessage], **options: Any) -> Stream:
         """Answer a prompt as `generate`, or messages as `chat`; return the text as it comes."""
         stream = Stream(self._run(_question(prompt, options)))
         self._streams.add(stream)
@@ -211,11 +211,11 @@ class Model:
         """Answer as `generate` does, in another thread."""
         return await _awaited(self.async_stream(prompt, **options))
 
-    async def async_chat(self, messages: Sequence[Said], **options: Any) -> Answer:
+    async def async_chat(self, messages: Sequence[ChatMessage], **options: Any) -> Answer:
         """Answer as `chat` does, in another thread."""
         return await _awaited(self.async_stream(messages, **options))
 
-    def async_stream(self, prompt: str | Sequence[Said], **options: Any) -> AsyncStream:
+    def async_stream(self, prompt: str | Sequence[ChatMessage], **options: Any) -> AsyncStream:
         """Answer as `stream` does, for `async for`."""
         _ = self.conversation  # raises once it is closed: its executor has ended
         if self._executor is None:
@@ -295,7 +295,7 @@ class _Question:
 
     def __init__(
         self,
-        text: str | Sequence[Said],
+        text: str | Sequence[ChatMessage],
         system: str = "",
         raw: bool = False,
         think: bool | None = None,
@@ -331,7 +331,7 @@ _OPTIONS = ("system", "raw", "think", "format", "max_tokens", "stop")
 _SAMPLING = tuple(field.name for field in fields(SamplingOptions))
 
 
-def _question(prompt: str | Sequence[Said], options: Mapping[str, Any]) -> _Question:
+def _question(prompt: str | Sequence[ChatMessage], options: Mapping[str, Any]) -> _Question:
     ways = {name: value for name, value in options.items() if name in _OPTIONS}
     rest = {name: value for name, value in options.items() if name not in _OPTIONS}
     for name in rest:
@@ -341,7 +341,7 @@ def _question(prompt: str | Sequence[Said], options: Mapping[str, Any]) -> _Ques
     return _Question(prompt, **ways, sampling=rest)
 
 
-def _message(said: Said) -> Message:
+def _message(said: ChatMessage) -> Message:
     if isinstance(said, Message):
         return said
     about = said if isinstance(said, Mapping) else {}

@@ -59,7 +59,7 @@ from moeinf.runtime.generation.chat import Conversation as Chat
 from moeinf.runtime.jobs.bench import machine
 from moeinf.runtime.requests import Limits, SamplingOptions
 from moeinf.runtime.sizes import parse_memory
-from moeinf.server.cluster.asking import asked_of
+from moeinf.server.cluster.request_keys import keys_of
 from scripts.make_checkpoint import byte_tokenizer
 
 _TOPICS, _WORDS, _PROMPT = 8, 40, 2  # kinds, words of a kind, words of a prompt
@@ -214,7 +214,7 @@ def simulated(
             Conversation(
                 number * 1e-9, number,
                 tuple(
-                    Turn(asked_of([], json.dumps(items[place].body()).encode()), place, (), 0.0)
+                    Turn(keys_of([], json.dumps(items[place].body()).encode()), place, (), 0.0)
                     for place in mine
                 ),
             )

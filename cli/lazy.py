@@ -1,4 +1,4 @@
-"""Import a command's module when the command is asked for, so that the others cost nothing."""
+"""Import a command's module when the command runs, so that the others cost nothing."""
 
 from __future__ import annotations
 

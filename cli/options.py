@@ -100,7 +100,7 @@ def _cache_aware(text: str) -> float:
             return float(value)
     except ValueError:
         pass
-    raise typer.BadParameter(f"{text!r} is not cache-aware=LAMBDA, as cache-aware=0.2")
+    raise typer.BadParameter(f"{text!r} is not cache-aware=LAMBDA, such as cache-aware=0.2")
 
 
 def _experts(text: str) -> float | None:
@@ -184,12 +184,12 @@ Memory = Annotated[
     typer.Option(
         parser=_memory_or_auto,
         metavar="SIZE|auto",
-        help="RAM for experts: 6MiB, 4GB, 50% of them. Default: auto, what is free.",
+        help="RAM for experts: 6MiB, 4GB, or 50% of all experts. Default: auto, the free RAM.",
         show_default=False,
     ),
 ]
 Context = Annotated[
-    int | None, typer.Option("--ctx", min=16, help="Tokens of context.", show_default=False)
+    int | None, typer.Option("--ctx", min=16, help="Context length in tokens.", show_default=False)
 ]
 PolicyName = Annotated[
     str,
@@ -205,7 +205,7 @@ Device = Annotated[
     typer.Option(
         parser=_device,
         metavar="|".join(WANTED),
-        help="Which processor computes; auto is the CPU: a GPU must be asked for.",
+        help="Where to compute; auto is the CPU: choose a GPU with cuda.",
     ),
 ]
 DeviceMemory = Annotated[
@@ -213,8 +213,8 @@ DeviceMemory = Annotated[
     typer.Option(
         parser=_memory,
         metavar="SIZE",
-        help="With --device cuda, take at most this of the GPU's memory: 6GiB, 50%. "
-        "Default: what is free, less 256 MiB.",
+        help="With --device cuda: GPU memory to use at most: 6GiB, 50%. "
+        "Default: the free GPU memory minus 256 MiB.",
         show_default=False,
     ),
 ]
@@ -224,7 +224,7 @@ OnMiss = Annotated[
         "--miss",
         parser=_miss,
         metavar="|".join(MISSES),
-        help="With --device cuda: compute missing experts on the CPU, fetch them, or do both.",
+        help="With --device cuda: compute missing experts on the CPU, copy them up, or both.",
     ),
 ]
 SkipBelow = Annotated[
@@ -232,7 +232,7 @@ SkipBelow = Annotated[
     typer.Option(
         "--skip-below",
         metavar="SHARE",
-        help="Lossy: do without absent experts below this share of a token's gate weights: 0.03.",
+        help="Lossy: skip missing experts below this share of a token's gate weights: 0.03.",
         show_default=False,
     ),
 ]
@@ -242,7 +242,7 @@ Route = Annotated[
         "--route",
         parser=_cache_aware,
         metavar="cache-aware=LAMBDA",
-        help="Lossy: prefer experts in memory by this part of the range of a router's logits: 0.2.",
+        help="Lossy: add this share of the router logits' range to experts in memory: 0.2.",
         show_default=False,
     ),
 ]
@@ -252,8 +252,8 @@ Experts = Annotated[
         "--experts",
         parser=_experts,
         metavar="full|q2-on-miss[=SHARE]",
-        help="Lossy: compute absent experts with the model's tag q2 where those of larger weight "
-        "have more than this share of a token's gate weights. Default share: 0.6.",
+        help="Lossy: compute a missing expert from the model's q2 tag, if experts with larger "
+        "gate weights have more than this share of the token's total. Default share: 0.6.",
         show_default=False,
     ),
 ]
@@ -274,60 +274,59 @@ KeepAlive = Annotated[
         "--keepalive",
         parser=_duration,
         metavar="DURATION",
-        help="How long the server keeps the model after its answer: 10m, 0, -1 for ever. "
+        help="How long the server keeps the model loaded after an answer: 10m, 0, -1 for ever. "
         "Default: MOEINF_KEEP_ALIVE, else 5m.",
         show_default=False,
     ),
 ]
 Source = Annotated[
-    str | None, typer.Option("--src", help="Translate from, as eng_Latn.", show_default=False)
+    str | None,
+    typer.Option("--src", help="Language to translate from, such as eng_Latn.", show_default=False),
 ]
 Target = Annotated[
-    str | None, typer.Option("--tgt", help="Translate to, as fra_Latn.", show_default=False)
+    str | None,
+    typer.Option("--tgt", help="Language to translate to, such as fra_Latn.", show_default=False),
 ]
 Threads = Annotated[
     int | None,
     typer.Option(
         parser=_threads,
         metavar="N|auto",
-        help="Threads that compute; auto tries fewer while it decodes, and keeps the fastest.",
+        help="Compute threads; auto tries other numbers while decoding and keeps the fastest.",
         show_default=False,
     ),
 ]
 NoTrace = Annotated[
     bool,
-    typer.Option("--no-trace", help="Record nothing of this run: no experts, no speed, no date."),
+    typer.Option("--no-trace", help="Record nothing about this run: no routing, speed or date."),
 ]
 Reproducible = Annotated[
     bool,
     typer.Option(
         "--reproducible",
-        help="Reuse only whole chunks of earlier prompts: answers have the bits they have alone.",
+        help="Reuse only whole chunks of prompts: answers do not depend on earlier requests.",
     ),
 ]
 NoPrefixCache = Annotated[
     bool,
-    typer.Option("--no-prefix-cache", help="Keep nothing of a prompt for later requests."),
+    typer.Option("--no-prefix-cache", help="Keep no KV cache for later requests."),
 ]
 NoSpeculation = Annotated[
     bool,
-    typer.Option(
-        "--no-speculation", help="Decode one token per pass, also where the text repeats itself."
-    ),
+    typer.Option("--no-speculation", help="No speculative decoding: decode one token per pass."),
 ]
 
 
 NoMtp = Annotated[
     bool,
-    typer.Option("--no-mtp", help="Do not draft with the layers for multi-token prediction."),
+    typer.Option("--no-mtp", help="Do not draft tokens with multi-token prediction layers."),
 ]
 DraftModel = Annotated[
     str | None,
     typer.Option(
         "--draft",
         metavar="MODEL",
-        help="A smaller model with the same vocabulary, which drafts tokens; the answer is the "
-        "same.",
+        help="Draft tokens with this smaller model; the answer does not change.",
         autocompletion=installed_models,
         show_default=False,
     ),
@@ -339,7 +338,7 @@ PipelineStages = Annotated[
     typer.Option(
         "--experimental-pipeline",
         metavar="HOST:PORT,…",
-        help="Compute the further layers in the processes of `moeinf stage` there.",
+        help="Compute the remaining layers in `moeinf stage` processes at these addresses.",
         show_default=False,
     ),
 ]

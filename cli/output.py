@@ -42,7 +42,7 @@ class Advance(Protocol):
 
 
 class OutputFailed(Failure, OSError):
-    """Standard output cannot be written: its disk is full, or its device fails."""
+    """Standard output cannot be written: the disk is full, or the device fails."""
 
     code = "output_failed"
     hint = "the same command after you free some disk space, or another output file"

@@ -74,7 +74,7 @@ class Failure(MoeinfError):
 
 
 class InternalError(Failure):
-    """An exception that nothing expects: a bug in moeinf."""
+    """An unexpected exception: a bug in moeinf."""
 
     code = "internal"
     hint = "MOEINF_DEBUG=1, which shows where it happened"
@@ -88,7 +88,7 @@ class OutOfMemory(Unavailable, MemoryError):
 
 
 class FileError(Failure, OSError):
-    """The system refuses to read or write a file."""
+    """The operating system cannot read or write a file."""
 
     code = "io_error"
     hint = "MOEINF_DEBUG=1, which shows where it happened"
@@ -102,12 +102,12 @@ class DiskFull(FileError):
 
 
 class DeviceError(Unavailable, RuntimeError):
-    """A call of the CUDA driver failed, or work that was queued before it. Raised by native."""
+    """A CUDA driver call failed, or work that was queued before it. Raised by native."""
 
     code = "device_failed"
     hint = "--device cpu"
     serve_hint = (
-        "if that goes on, restart `moeinf serve`: a GPU that has failed is lost to its process"
+        "if this persists, restart `moeinf serve`: a process cannot use a GPU after a fault"
     )
     name: str  # the driver's own: CUDA_ERROR_ILLEGAL_ADDRESS
     call: str  # cuMemcpyHtoDAsync

@@ -1,4 +1,4 @@
-"""The seam between models and expert stores, and the interface that every family implements.
+"""The interface between models and expert stores, and the one that every family implements.
 
 Does not know where weights come from, which experts are resident, or what text is.
 
@@ -100,7 +100,7 @@ class Table(Protocol):
     """Rows of a large table, which may be on disk: a token uses a few of them."""
 
     def ahead(self, ids: Tensor) -> None:
-        """Start to read rows ids [n] int64 that `rows` will ask for. It changes no result."""
+        """Start to read rows ids [n] int64 that `rows` will need. It changes no result."""
         ...
 
     def rows(self, ids: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ class Parts(Protocol):
     def embedding(self, prefix: str, count: int, width: int) -> Embedding:
         """Return the rows of `prefix`.weight [count, width].
 
-        A model with a tied head also asks for the same weight as a linear.
+        A model with a tied head also uses the same weight as a linear.
         """
         ...
 
@@ -297,7 +297,7 @@ class Model(Protocol):
         """Append token ids to each state in one pass; return logits in float32 on the CPU.
 
         piece     tokens of a request that are computed together, as if they were a pass of their
-                  own; the experts of a layer are asked for all pieces at once. None: all tokens
+                  own; the experts of a layer are requested for all pieces at once. None: all tokens
 
         last     [requests, vocab]: the last token of each request
         all      [T, vocab]: every token, in batch order
@@ -324,7 +324,7 @@ class Family:
     expert    (tensor name, config) -> the part it is, or None for a dense tensor
     ignores   (tensor name, config) -> whether the tensor is deliberately not loaded
     fused     (tensor name, config) -> the experts it holds, where a checkpoint stores them fused
-    rename    dense tensor name -> the name that build asks for, where checkpoints differ
+    rename    dense tensor name -> the name that build uses, where checkpoints differ
     mtp       config -> the family of the modules of multi-token prediction (layers/mtp.py) that a
               checkpoint with this config may have; its build returns MtpModules
     """

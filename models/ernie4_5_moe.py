@@ -16,7 +16,7 @@ from moeinf.models.expert_names import MLP_EXPERTS
 from moeinf.models.layers.attention import (
     GqaAttention,
     GqaShape,
-    PairCore,
+    InterleavedRopeCore,
     gqa_projections,
     parse_gqa,
 )
@@ -88,7 +88,7 @@ def _block(config: Ernie45MoeConfig, parts: Parts, layer: int) -> Block:
     projections = gqa_projections(parts, f"{prefix}.self_attn", body.hidden, shape)
     return Block(
         attention_norm=norm("input_layernorm"),
-        attention=GqaAttention(layer, shape, projections, core=PairCore),
+        attention=GqaAttention(layer, shape, projections, core=InterleavedRopeCore),
         ffn_norm=norm("post_attention_layernorm"),
         ffn=feed_forward(config.ffn, parts, layer, mlp, router, shared),
     )

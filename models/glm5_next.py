@@ -26,7 +26,7 @@ from moeinf.models.layers.hyper_block import (
     parse_hyper,
 )
 from moeinf.models.layers.indexer import IndexerShape, parse_indexer
-from moeinf.models.layers.kimi_delta import Forgetting, KimiDelta, parse_kimi_delta
+from moeinf.models.layers.kimi_delta import KimiDelta, LogDecay, parse_kimi_delta
 from moeinf.models.layers.mla import MlaAttention, MlaShape, parse_mla
 from moeinf.models.layers.norms import RmsNorm
 from moeinf.models.layers.pooled_indexer import PooledIndexer
@@ -55,7 +55,7 @@ class Glm5NextConfig:
     attention: MlaShape
     indexer: IndexerShape
     delta: DeltaShape
-    forgetting: Forgetting
+    forgetting: LogDecay
     hyper: HyperShape
     full: tuple[int, ...]  # the layers with latent attention, ascending
     indexed: tuple[int, ...]  # those of them with an indexer; the others use the choice before
@@ -96,7 +96,7 @@ def parse(values: Mapping[str, Any]) -> Glm5NextConfig:
         attention=shape,
         indexer=replace(parse_indexer(fields, 0, pairs=True, default_heads=32), pool=pool),
         delta=parse_kimi_delta(fields, default_heads=64),
-        forgetting=Forgetting(_bound(values), flat=True),
+        forgetting=LogDecay(_bound(values), flat=True),
         hyper=parse_hyper(fields, body.norm_eps),
         full=full,
         indexed=tuple(layer for layer in full if layer in all_indexed),

@@ -13,7 +13,7 @@ from moeinf.models import granitemoe
 from moeinf.models.base import Family, Model, Parts
 from moeinf.models.config import MAX_HEADS, MAX_WIDTH, Fields, require
 from moeinf.models.granitemoe import GraniteMoeConfig
-from moeinf.models.layers.attention import GqaAttention, GqaCore, StillCore
+from moeinf.models.layers.attention import GqaAttention, GqaCore, NoRopeCore
 from moeinf.models.layers.decoder import Decoder, ignores_buffers
 from moeinf.models.layers.mamba2 import MAX_KERNEL, Mamba2, MambaShape, refuse_limits
 
@@ -84,7 +84,7 @@ def _mixer(config: GraniteMoeHybridConfig, parts: Parts, layer: int) -> GqaAtten
     """Return the layer's attention or its Mamba2; each kind counts its own layers."""
     body, before = config.body, sum(full < layer for full in config.full)
     if layer in config.full:
-        core = GqaCore if config.rotated else StillCore
+        core = GqaCore if config.rotated else NoRopeCore
         return granitemoe.attention(config, parts, layer, before, core)
     name = f"model.layers.{layer}.mamba"
     return Mamba2(layer - before, config.mamba, body.hidden, body.norm_eps, parts, name)

@@ -16,7 +16,7 @@ from moeinf.models.expert_names import MLP_EXPERTS
 from moeinf.models.layers.attention import (
     GqaAttention,
     GqaShape,
-    NormLastCore,
+    NormAfterRopeCore,
     gqa_projections,
     parse_gqa,
 )
@@ -111,7 +111,7 @@ def _block(config: HunyuanMoeConfig, parts: Parts, layer: int) -> Block:
             gqa_projections(parts, attention, body.hidden, shape),
             q_norm=HeadNorm(norm(f"{attention}.query_layernorm", shape.head_dim)),
             k_norm=HeadNorm(norm(f"{attention}.key_layernorm", shape.head_dim)),
-            core=NormLastCore,
+            core=NormAfterRopeCore,
         ),
         ffn_norm=norm(f"{prefix}.post_attention_layernorm", body.hidden),
         ffn=SparseFfn(

@@ -16,7 +16,7 @@ from moeinf.models.expert_names import ExpertNames
 from moeinf.models.layers.attention import (
     GqaAttention,
     GqaShape,
-    StillCore,
+    NoRopeCore,
     gqa_projections,
     parse_gqa,
 )
@@ -169,7 +169,7 @@ def _mixer(config: NemotronHConfig, parts: Parts, layer: int) -> GqaAttention | 
     if config.kinds[layer] == "mamba":
         return Mamba2(place, config.mamba, hidden, config.body.norm_eps, parts, name)
     projections = gqa_projections(parts, name, hidden, config.attention)
-    return GqaAttention(place, config.attention, projections, core=StillCore)
+    return GqaAttention(place, config.attention, projections, core=NoRopeCore)
 
 
 def _ffn(config: NemotronHConfig, parts: Parts, layer: int) -> FeedForward:

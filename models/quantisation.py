@@ -47,7 +47,7 @@ class UnsupportedQuantisation(ModelDataError):
     def __init__(self, method: str, key: str = KEYS[0]) -> None:
         super().__init__(
             f"the weights are quantised by {method}, which is not supported ({key}). Pull the "
-            "repository that they were made of: the tags q4 and q8 quantise it here"
+            "unquantised repository: the tags q4 and q8 quantise it here"
         )
         self.method = method
 

@@ -277,7 +277,7 @@ Q2_ON_MISS = 0.6  # the default of --experts q2-on-miss
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """The options of one engine. Built once, in a face.
+    """The options of one engine. Built once, by the command line or the server.
 
     memory     RAM for experts, in bytes or as a share of all experts; None: the free memory
     context    tokens of KV cache; None: the model's usual context, if the plan has room for it

@@ -59,7 +59,7 @@ def read_options(options: Mapping[str, Any]) -> Options:
 
 
 def _context_of(options: Mapping[str, Any]) -> int | None:
-    """Return the context, in tokens, that options ask for. Raises InvalidValue."""
+    """Return the context, in tokens, that options request. Raises InvalidValue."""
     value = options.get("num_ctx")
     context = None if value is None else _whole("num_ctx", value)
     if context is not None and context < 1:

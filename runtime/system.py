@@ -50,7 +50,7 @@ def has_locks() -> bool:
 def check_locks() -> None:
     """Raise Unsupported where files cannot be locked; call it before a file is created."""
     if fcntl is None:
-        raise Unsupported(f"it needs locks of files, which moeinf lacks on {sys.platform}")
+        raise Unsupported(f"this needs file locks, which moeinf lacks on {sys.platform}")
 
 
 def open_folder(folder: os.PathLike[str]) -> int:

@@ -86,7 +86,7 @@ class Side:
         hints = ahead and name in USE_HINTS
         self._hints = ModelledHints(QUALITY, QUALITY, shape.experts) if hints else None
         self.store = ExpertStore(
-            (host,), wishes=2 * shape.top_k * ahead, hints=hints, worth_share=WORTH_SHARE
+            (host,), most_prefetches=2 * shape.top_k * ahead, hints=hints, worth_share=WORTH_SHARE
         )
         self.seconds: list[float] = []
 

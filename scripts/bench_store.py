@@ -72,7 +72,7 @@ def build(name: str, share: float) -> ExpertStore:
         [layout] * (SHAPE.layers * SHAPE.experts), SHAPE.experts, pool, transfer, policy, NoMath()
     )  # type: ignore[arg-type]
     ahead = name in PREFETCH
-    return ExpertStore((host,), wishes=2 * SHAPE.top_k if ahead else 0, hints=ahead)
+    return ExpertStore((host,), most_prefetches=2 * SHAPE.top_k if ahead else 0, hints=ahead)
 
 
 def run(store: ExpertStore, tokens: Sequence[Sequence[Tensor]]) -> list[float]:

@@ -33,7 +33,7 @@ from moeinf.server.api.messages import answer as messages_answer
 from moeinf.server.api.messages import messages_api
 from moeinf.server.api.responses import responses_api
 from moeinf.server.api.responses.store import ResponseStore
-from moeinf.server.engines.model_manager import Host
+from moeinf.server.engines.model_manager import ModelManager
 from moeinf.server.http.json_text import Answer
 from moeinf.server.http.refusals import Refusal, UnknownPath, WrongMethod
 from moeinf.server.http.request_log import RequestLog
@@ -101,7 +101,7 @@ def create_app(
         docs_url=None,
         redoc_url=None,
     )
-    app.state.host = Host(settings, server, config, say)
+    app.state.host = ModelManager(settings, server, config, say)
     app.state.metrics = Metrics(lambda: app.state.host.loaded())
     app.state.settings = settings
     app.state.config = config

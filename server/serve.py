@@ -38,10 +38,10 @@ _END_SECONDS = 9.0  # from the first signal to the forced end of the process
 
 
 class CannotListen(Unavailable, OSError):
-    """The address is in use, or is not one of this machine."""
+    """The address is in use, or does not belong to this machine."""
 
     code = "cannot_listen"
-    hint = "`moeinf stop --all`, which ends a server of yours, or `moeinf serve --port N`"
+    hint = "`moeinf stop --all`, which stops your server, or `moeinf serve --port N`"
 
 
 class Deadlines(H11Protocol):
@@ -65,7 +65,8 @@ class Deadlines(H11Protocol):
         """Answer an invalid request. Called while h11's error is handled."""
         error: MoeinfError = BadRequest(msg)
         if getattr(sys.exception(), "error_status_hint", 400) == HeadersTooLong.http_status:
-            error = HeadersTooLong(f"line and headers have at most {HEADER_BYTES} bytes")
+            words = f"the request line and headers must have at most {HEADER_BYTES} bytes"
+            error = HeadersTooLong(words)
         body = json.dumps({"error": str(error), "code": error.code}).encode()
         headers = [
             (b"content-type", b"application/json"),
@@ -135,7 +136,7 @@ def make_server(
 ) -> uvicorn.Server:
     """Build a server that does not run yet. Port 0 means any free port.
 
-    tell: see Host. unused_s: see _Server. app: the application; None: one with engines.
+    tell: see ModelManager. unused_s: see _Server. app: the application; None: one with engines.
     """
     keep_heap_small()  # before the first thread starts
     return _Server(

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moeinf.runtime.library.sources import LocalSource
-from moeinf.runtime.library.staging import Workplace
+from moeinf.runtime.library.staging import StagingFolder
 from moeinf.runtime.sizes import Progress
 
 
@@ -42,7 +42,7 @@ class OneByOne(LocalSource):
     here: set[Path] = field(default_factory=set)
     most: int = 0
 
-    def bring(self, work: Workplace, progress: Progress) -> Iterator[Path]:
+    def bring(self, work: StagingFolder, progress: Progress) -> Iterator[Path]:
         for path in super().bring(work, progress):
             self.here.add(path)
             self.most = max(self.most, len(self.here))

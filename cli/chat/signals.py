@@ -14,7 +14,7 @@ class Leave(KeyboardInterrupt):
     """The program must end now, a conversation included."""
 
 
-class Insisted(Leave):
+class SecondInterrupt(Leave):
     """Ctrl-C was pressed again before the first one took effect."""
 
 
@@ -50,7 +50,7 @@ def interruptible(*numbers: signal.Signals) -> Iterator[Callable[[], bool]]:
         nonlocal first
         if first is not None:
             leave_imports(number, frame)
-            raise Insisted if number == signal.SIGINT else Stopped
+            raise SecondInterrupt if number == signal.SIGINT else Stopped
         first = number
 
     numbers = numbers or (signal.SIGINT, signal.SIGTERM)

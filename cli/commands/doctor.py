@@ -16,9 +16,9 @@ _LEAST_COLUMNS = 60  # tables break into parts below it
 
 
 def doctor(json: Json = False, quiet: Quiet = False) -> None:
-    """Show what this installation can do on this machine, and what to type for each lack.
+    """Check what this installation can do here, and print what to type for each thing missing.
 
-    It measures and changes nothing. A bug report needs its --json.
+    It measures and changes nothing. Attach its --json to a bug report.
 
     Example: moeinf doctor
     """

@@ -47,7 +47,9 @@ def launch(
     ] = None,
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[-- ARGUMENTS…]", show_default=False, help="For the client."),
+        typer.Argument(
+            metavar="[-- ARGUMENTS…]", show_default=False, help="Arguments for the client."
+        ),
     ] = None,
     show: Annotated[
         bool, typer.Option("--print", help="Print what the client needs, and start nothing.")
@@ -57,10 +59,10 @@ def launch(
 ) -> None:
     """Start a coding agent that uses the server at MOEINF_HOST, which must be running.
 
-    Without MODEL it is the last model used. The model is loaded. The client gets the server's
-    address, the model, its context and MOEINF_API_KEY by its environment and arguments; its own
-    settings are not changed. --print and --json print them for a shell, or for the client's
-    settings, ask no server, and so know no context.
+    Without MODEL, the model used last. The server loads it. The client gets the server's address,
+    the model, its context and MOEINF_API_KEY in its environment and arguments; its own settings
+    are not changed. --print and --json only print these values, for a shell or for the client's
+    settings. They ask no server, so they do not know the context.
 
     Example: moeinf launch claude demo --print
     """

@@ -30,8 +30,8 @@ def ps(
 ) -> None:
     """Show which models run, and until when they stay loaded.
 
-    SIZE is the model's. With --verbose MEMORY is the most that its process holds. A line on stderr
-    names each server.
+    SIZE is the size of the model. With --verbose, MEMORY is the peak memory of its process. A line
+    on stderr names each server.
 
     Example: moeinf ps --verbose
     """

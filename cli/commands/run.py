@@ -58,7 +58,7 @@ from moeinf.runtime.text.reasoning import thinks
 _INTERRUPTED = 130
 Stop = Annotated[
     list[str] | None,
-    typer.Option(help="End before this text; may be repeated.", show_default=False),
+    typer.Option(help="Stop before this text; may be repeated.", show_default=False),
 ]
 
 
@@ -76,29 +76,34 @@ def run(
     kv: KvForm = None,
     ctx: Context = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Keep the k best tokens; 0: all.")] = None,
+    top_k: Annotated[
+        int | None, typer.Option(help="Sample from the k best tokens; 0: all.")
+    ] = None,
     top_p: Annotated[
-        float | None, typer.Option(help="Keep the best tokens up to this probability in sum.")
+        float | None,
+        typer.Option(help="Sample from the best tokens whose probabilities sum to this."),
     ] = None,
     min_p: Annotated[
         float | None,
-        typer.Option(help="Keep tokens with this share of the best one's probability."),
+        typer.Option(help="Drop tokens below this share of the best token's probability."),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=0, help="Tokens at most.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=0, help="Most tokens of an answer.")] = None,
     stop: Stop = None,
     system: Annotated[str, typer.Option(help="The system message.", show_default=False)] = "",
     format: Annotated[
         str | None,
         typer.Option(
             metavar="json|SCHEMA",
-            help="Answer in JSON: any object, or that of a schema (a file, or as it is).",
+            help="Answer in JSON: `json`, or a JSON schema (its text or a file).",
             show_default=False,
         ),
     ] = None,
     src: Source = None,
     tgt: Target = None,
-    raw: Annotated[bool, typer.Option("--raw", help="The prompt as it is, no template.")] = False,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Send the prompt without the chat template.")
+    ] = False,
     think: Annotated[
         bool | None, typer.Option("--think/--nothink", help="Think before answering, or do not.")
     ] = None,
@@ -121,25 +126,25 @@ def run(
         bool | None,
         typer.Option(
             "--server/--no-server",
-            help="Trust the server at MOEINF_HOST with MOEINF_API_KEY, or run the model in this "
-            "process. Default: a server of yours, which is started if none listens.",
+            help="Use the server at MOEINF_HOST with MOEINF_API_KEY, or run the model in this "
+            "process. Default: your own server, which is started if none listens.",
             show_default=False,
         ),
     ] = None,
     keepalive: KeepAlive = None,
     verbose: Annotated[
-        bool, typer.Option("--verbose", help="Timings, hit rate, bytes read.")
+        bool, typer.Option("--verbose", help="Print timings, hit rate, bytes read.")
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the plan, load nothing.")
+        bool, typer.Option("--dry-run", help="Print the plan and load nothing.")
     ] = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> int:
     """Run a model: answer PROMPT (or piped text) once, or hold a conversation.
 
-    A server in the background keeps the model loaded for the next run, and ends when it is idle.
-    Options that need an engine of their own, such as --memory, run the model in this process.
+    A background server keeps the model loaded for the next run, and ends when it is idle. Options
+    that need a separate engine, such as --memory, run the model in this process.
 
     Example: moeinf run demo --memory 30% --verbose "17+25="
     """

@@ -111,15 +111,15 @@ def serve(
             min=0,
             hidden=True,
             metavar="SECONDS",
-            help="Run as `moeinf run` starts it: end after this time without a model or a request.",
+            help="For `moeinf run`: end after this time without a model or a request.",
         ),
     ] = None,
     cluster: Annotated[
         str | None,
         typer.Option(
             metavar="local|auto|ray://HOST:PORT",
-            help="Serve from replicas in a Ray cluster: one of this machine, the one that it is "
-            "in, or another one, whose head then listens.",
+            help="Serve from replicas in a Ray cluster: a new one on this machine, the one that it "
+            "belongs to, or a remote one, whose head node then listens.",
             show_default=False,
         ),
     ] = None,
@@ -140,7 +140,7 @@ def serve(
     retry: Annotated[
         bool,
         typer.Option(
-            "--retry", help="With --cluster: go on with a stream whose replica has ended."
+            "--retry", help="With --cluster: continue a stream on another replica if its own ends."
         ),
     ] = False,
     verbose: Annotated[
@@ -150,9 +150,9 @@ def serve(
 ) -> None:
     """Answer over HTTP until Ctrl-C, at MOEINF_HOST (127.0.0.1:11435 by default).
 
-    Models are loaded when a request names them, and unloaded after MOEINF_KEEP_ALIVE (5m) without
-    a request. MOEINF_NUM_PARALLEL requests are answered together. The choices and problems of
-    each engine are printed on stderr.
+    A model is loaded when a request names it, and unloaded after MOEINF_KEEP_ALIVE (5m) without a
+    request. MOEINF_NUM_PARALLEL requests are decoded together. Each engine prints its choices and
+    problems on stderr.
 
     Example: moeinf serve --memory 4GiB
     """

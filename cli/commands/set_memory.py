@@ -24,13 +24,13 @@ def set_memory(
             "--memory",
             parser=memory_or_auto,  # a wrong one is told before any server is asked
             metavar="SIZE|SHARE|auto",
-            help="RAM for experts: 6GiB, 50%, or auto (less when the machine runs short).",
+            help="RAM for experts: 6GiB, 50%, or auto (shrinks when free memory is low).",
         ),
     ],
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Change the memory of a model that a server runs. Its answers go on.
+    """Change the memory of a model on a server. Running answers continue.
 
     Example: moeinf set demo --memory 50%
     """

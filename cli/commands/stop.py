@@ -38,7 +38,7 @@ def stop(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Unload MODEL: its server keeps its other models, a process of `moeinf run` ends.
+    """Unload MODEL. A server keeps its other models; a `moeinf run` process ends.
 
     Example: moeinf stop demo
     """
@@ -58,7 +58,7 @@ def stop(
             _unload(registry, server, name, key)
         pids = registry.stop(name)
         if not (pids or unloaded):
-            raise NotRunning(f"nothing runs {name}")
+            raise NotRunning(f"{name} is not running")
     addresses = [server.address for server in unloaded]
     if json:
         out.document({"model": name, "stopped": pids, "unloaded": addresses})

@@ -40,9 +40,9 @@ def top(
     model: Annotated[str, typer.Argument(metavar="MODEL[:TAG]", autocompletion=installed_models)],
     json: Json = False,
 ) -> None:
-    """Watch where the experts of a model that a server runs are, and their use.
+    """Watch where the experts of a model on a server are, and how often they are used.
 
-    A character is an expert, a line a layer. q leaves. Without a terminal one frame is shown.
+    A character is an expert, a line a layer. Press q to quit. Without a terminal, print one frame.
 
     Example: moeinf top demo
     """

@@ -86,7 +86,7 @@ class ClusterOptions:
 
     @property
     def given(self) -> bool:
-        """True if several replicas are asked for. Raises Usage for an option without --replicas."""
+        """True if several replicas are requested. Raises Usage for an option without --replicas."""
         if self.replicas is None:
             for option in fields(self):
                 if getattr(self, option.name) is not None:

@@ -18,7 +18,7 @@ _MOST_ROWS = 48
 
 
 class NoMatplotlib(Unavailable, ImportError):
-    """A picture was asked for, and the library that draws it is not installed."""
+    """A picture was requested, but matplotlib is not installed."""
 
     code = "no_matplotlib"
     hint = "`pip install matplotlib`"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from moeinf.cli.output import Output
 from moeinf.cli.views.gpu_plan import device_fields
 from moeinf.runtime.jobs.plan_document import Rows, remedy, speed_text, verdict
-from moeinf.runtime.placement.decode_speed import Seen
+from moeinf.runtime.placement.decode_speed import MeasuredSpeed
 from moeinf.runtime.placement.outlook import Outlook
 from moeinf.runtime.placement.plan import Placement
 from moeinf.runtime.sizes import format_bytes, format_bytes_up
@@ -116,7 +116,7 @@ def _speeds(found: Outlook) -> list[tuple[str, str]]:
     return [*fields, ("prefill, bound", bound), ("prefill, measured", seen)]
 
 
-def _seen(seen: Seen | None) -> str:
+def _seen(seen: MeasuredSpeed | None) -> str:
     if seen is None:
         return "no; `moeinf run` remembers the speed of an answer"
     prompt = f"a prompt of {seen.tokens} tokens and " if seen.tokens else ""

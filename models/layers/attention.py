@@ -85,7 +85,7 @@ def attend(
 
 
 def _in_one_width(*tensors: Tensor) -> list[Tensor]:
-    """Return the tensors with zeros behind their rows, so that all rows are as long."""
+    """Return the tensors padded with zero rows to the same number of rows."""
     most = max(tensor.shape[-1] for tensor in tensors)
     return [functional.pad(tensor, (0, most - tensor.shape[-1])) for tensor in tensors]
 
@@ -259,7 +259,7 @@ class GqaCore:
         return rotate_half(y, rows.cos, rows.sin)
 
 
-class StillCore(GqaCore):
+class NoRopeCore(GqaCore):
     """A core without rope: the order of tokens is known from causality alone (NoPE)."""
 
     def turned(self, y: Tensor, rows: PassRows) -> Tensor:
@@ -267,7 +267,7 @@ class StillCore(GqaCore):
         return y
 
 
-class PairCore(GqaCore):
+class InterleavedRopeCore(GqaCore):
     """A core whose rope pairs neighbours, 2i with 2i + 1."""
 
     def turned(self, y: Tensor, rows: PassRows) -> Tensor:
@@ -275,7 +275,7 @@ class PairCore(GqaCore):
         return rotate_pairs(y, rows.cos, rows.sin)
 
 
-class NormLastCore(GqaCore):
+class NormAfterRopeCore(GqaCore):
     """A core whose norms act on heads after rope."""
 
     def heads(

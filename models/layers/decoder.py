@@ -1,6 +1,6 @@
 """A pre-norm decoder: embedding, blocks of attention and feed-forward, final norm, logits.
 
-A family's file builds the blocks. Experts are used only through the `Experts` seam.
+A family's file builds the blocks. Experts are used only through the `Experts` interface.
 """
 
 from __future__ import annotations

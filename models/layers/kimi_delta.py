@@ -5,7 +5,7 @@ delta_net.py's rule is
 
     S ← diag(exp(g)) · S;   S ← S + k ⊗ β (v - kᵀ S);   its output is qᵀ S
 
-GLM-5.3-Flash keeps g above a bound: see Forgetting.
+GLM-5.3-Flash keeps g above a bound: see LogDecay.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def parse_kimi_delta(fields: Fields, default_heads: int) -> DeltaShape:
 
 
 @dataclass(frozen=True)
-class Forgetting:
+class LogDecay:
     """How a channel's input x and its head's rate = exp(A_log) give the log-decay g."""
 
     bound: float | None = None  # g = bound · sigmoid(rate · x); None: g = -rate · softplus(x)
@@ -58,7 +58,7 @@ class KimiDelta:
         eps: float,
         parts: Parts,
         prefix: str,
-        forgetting: Forgetting = Forgetting(),
+        forgetting: LogDecay = LogDecay(),
     ) -> None:
         heads, wide, narrow = shape.value_heads, shape.values, shape.value_dim
 
@@ -96,7 +96,7 @@ class KimiDelta:
         return self._out(out)
 
     def _decay_of(self, x: Tensor) -> Tensor:
-        """Map x [n, H·dk] to log-decays [n, H, dk]; see Forgetting."""
+        """Map x [n, H·dk] to log-decays [n, H, dk]; see LogDecay."""
         x = torch.unflatten(x, -1, (self._heads, -1))
         if self._bound is None:
             return -self._rate * functional.softplus(x)

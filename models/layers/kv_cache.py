@@ -9,7 +9,7 @@ One layer of a cache, with `capacity` columns of which the first `length` hold t
     latent attention (MLA)    latent [1, capacity, kv_lora_rank + rope_dim]: compressed key-value,
                               then the rotated key that all heads share
 
-Behind all layers comes a plane for each indexer (indexer.py): keys [1, capacity, index_head_dim].
+After all layers comes a plane for each indexer (indexer.py): keys [1, capacity, index_head_dim].
 Then come coarse planes, with one row for several tokens (compressor.py): [1, capacity / n, width].
 
 A cache in q8 holds rows of kv_q8.py, as bytes, in place of [head_dim] values and so on.

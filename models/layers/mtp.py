@@ -32,7 +32,7 @@ from moeinf.models.layers.tuning import tuned_blocks
 Norm = RmsNorm | WideRmsNorm
 _SINGLE_ROWS = 16  # in a pass of more, attention computes many rows at once
 _BEHIND = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,8})\.(.*)")
-_OWN = {  # names in a layer behind the last one -> ours
+_OWN = {  # names in a layer after the last one -> ours
     "enorm.": "embedding_norm.",
     "hnorm.": "hidden_norm.",
     "eh_proj.": "joining.",
@@ -137,7 +137,7 @@ def _module(body: BodyConfig, block: Layer, parts: Parts, number: int) -> MtpMod
     )
 
 
-Renamed = Callable[[str], str | None]  # a checkpoint's name -> the name that build asks for
+Renamed = Callable[[str], str | None]  # a checkpoint's name -> the name that build uses
 
 
 def mtp_family(
@@ -168,7 +168,7 @@ def mtp_family(
 
 
 def behind(layers: range) -> Renamed:
-    """Return the names of modules that a checkpoint stores as these layers, behind the last one."""
+    """Return the names of modules that a checkpoint stores as these layers, after the last one."""
 
     def renamed(name: str) -> str | None:
         match = _BEHIND.fullmatch(name)

@@ -12,7 +12,7 @@ from moeinf.models.layers.attention import (
     GqaAttention,
     GqaCore,
     GqaShape,
-    StillCore,
+    NoRopeCore,
     gqa_projections,
 )
 from moeinf.models.layers.decoder import Block, BodyConfig, Decoder
@@ -88,7 +88,7 @@ def _block(config: SigmoidGqaConfig, parts: Parts, layer: int) -> Block:
             gqa_projections(parts, attention, body.hidden, shape),
             q_norm=head_norm("q_norm"),
             k_norm=head_norm("k_norm"),
-            core=StillCore if layer in config.still else GqaCore,
+            core=NoRopeCore if layer in config.still else GqaCore,
         ),
         ffn_norm=norm(f"{prefix}.post_attention_layernorm", body.hidden),
         ffn=sigmoid_ffn(config.ffn, parts, layer, f"{prefix}.mlp"),

@@ -1,6 +1,6 @@
 """The experts of DeepSeek-V3 and the GLM families, chosen by sigmoid scores.
 
-Checkpoints of these families have layers for multi-token prediction behind the last one: mtp.py.
+Checkpoints of these families have layers for multi-token prediction after the last one: mtp.py.
 """
 
 from __future__ import annotations

@@ -29,13 +29,13 @@ _LINK = re.compile(r"drive-[1-9][0-9]{0,2}")
 
 
 class MissingDrive(Unavailable, OSError):
-    """A folder that holds a part of a model, or shall hold one, is not there."""
+    """A folder for a part of a model is missing."""
 
     code = "missing_drive"
     hint = "`mount`, which attaches its drive, or `moeinf pull MODEL` without that folder"
 
     def __init__(self, home: Path, model: str = "models") -> None:
-        super().__init__(f"{home} is missing: it is for a part of the experts of {model}")
+        super().__init__(f"{home} is missing: a part of the experts of {model} belongs there")
         self.home = home
 
 

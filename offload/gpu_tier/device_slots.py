@@ -127,7 +127,7 @@ class DeviceTier:
 
     @property
     def wants_all(self) -> bool:
-        """True if it has a use for experts that no layer asked for."""
+        """True if it accepts experts that no layer requested."""
         return self.inside and self.all_fit
 
     @property

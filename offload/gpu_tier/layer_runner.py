@@ -55,8 +55,8 @@ class OutOfMemory(Unavailable, MemoryError):
 
     code = "no_workspace"
     hint = (
-        "a smaller --ctx, --device cpu, or the same command after you free device memory; "
-        "more --device-memory helps where the device has it free"
+        "a smaller --ctx, --device cpu, more --device-memory, or the same command after you "
+        "free device memory"
     )
 
 
@@ -187,7 +187,7 @@ class DeviceWork:
 
         Fetched cells come in batches of at most half the device's slots. Batches of a prefill do
         not evict the batch before. So one batch is copied while kernels read the other, however
-        many experts are asked for. In decoding the policy chooses freely: kernels of one row end
+        many experts are requested. In decoding the policy chooses freely: kernels of one row end
         before the next copy.
         """
         tier = self._tier

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeinf.native import AdaptiveCore
-from moeinf.offload.policy.base import Evictable, Setup, Weights, Wish
+from moeinf.offload.policy.base import Evictable, Prefetch, Setup, Weights
 from moeinf.offload.policy.requests import RunningRequests
 from moeinf.offload.routing.trace import Phase
 
@@ -123,8 +123,8 @@ class Adaptive:
     def keeps(self, cell: int) -> bool:
         return self.core.keeps(cell)
 
-    def prefetch(self, most: int) -> Sequence[Wish]:
-        return [Wish(*wish) for wish in self.core.wishes(most)]
+    def prefetch(self, most: int) -> Sequence[Prefetch]:
+        return [Prefetch(*prefetch) for prefetch in self.core.wishes(most)]
 
     def _kept_of(self, slots: int) -> int:
         """Return the slots that are not for staging."""

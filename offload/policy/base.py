@@ -15,7 +15,7 @@ The caller reports events in this order, per pass:
     end_request(request)       no further pass names it
 
 Events may come up to one pass late: a decode step captured in a graph reports afterwards.
-Decisions are then asked for in between, and a policy must answer from the events it has.
+Decisions are then requested in between, and a policy must answer from the events it has.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Setup:
         return self.shape.layers * self.shape.experts
 
 
-class Wish(NamedTuple):
+class Prefetch(NamedTuple):
     """An expert worth reading ahead of demand.
 
     urgent: a gate's hint, before any lookahead. probability: of its use when its layer comes next;
@@ -130,10 +130,10 @@ class Policy(Protocol):
         """
         ...
 
-    def prefetch(self, most: int) -> Sequence[Wish]:
+    def prefetch(self, most: int) -> Sequence[Prefetch]:
         """Return up to `most` cells worth reading now, best first; the caller skips resident ones.
 
-        The result replaces the earlier wishes: those that are still queued are cancelled.
+        The result replaces the earlier prefetches: those that are still queued are cancelled.
         """
         ...
 
@@ -165,7 +165,7 @@ class Passive:
     def keeps(self, cell: int) -> bool:
         return True
 
-    def prefetch(self, most: int) -> Sequence[Wish]:
+    def prefetch(self, most: int) -> Sequence[Prefetch]:
         return ()
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeinf.native import EamcCore
-from moeinf.offload.policy.base import Evictable, Passive, Setup, Weights, Wish
+from moeinf.offload.policy.base import Evictable, Passive, Prefetch, Setup, Weights
 from moeinf.offload.policy.requests import RunningRequests
 from moeinf.offload.routing.eamc import Floats, normalised
 from moeinf.offload.routing.trace import Phase
@@ -84,10 +84,10 @@ class EamcPolicy(Passive):
         super().resize(slots)
         self._core.resize(slots)
 
-    def prefetch(self, most: int) -> Sequence[Wish]:
+    def prefetch(self, most: int) -> Sequence[Prefetch]:
         if not len(self._requests.eamc):
             return ()
-        return [Wish(cell, False) for cell in self._core.wishes(most)]
+        return [Prefetch(cell, False) for cell in self._core.wishes(most)]
 
     def _predict(self) -> None:
         active = self._requests.active()

@@ -24,8 +24,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from moeinf.offload.replicas.asked import Asked
 from moeinf.offload.replicas.names import RouterName
+from moeinf.offload.replicas.route_keys import RouteKeys
 from moeinf.offload.replicas.signatures import Signatures
 from moeinf.offload.routing.eamc import normalised
 from moeinf.offload.routing.trace import Eam
@@ -43,7 +43,7 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Observed:
-    """The EAM [L, E] of the request with this Asked.number, so far or at its end."""
+    """The EAM [L, E] of the request with this RouteKeys.number, so far or at its end."""
 
     number: int
     eam: Eam
@@ -128,33 +128,33 @@ class Router:
         self.kind, self._band, self._locality = kind, band, locality
         self._draw = Random(seed)
         self._held: dict[str, _Held] = {}
-        self._waiting: OrderedDict[int, Asked] = OrderedDict()  # for their EAM
+        self._waiting: OrderedDict[int, RouteKeys] = OrderedDict()  # for their EAM
         self._eams: OrderedDict[int, Floats] = OrderedDict()  # of conversations, by prefix
         self.signatures: Signatures | None = None
         self.decisions: Counter[str] = Counter()
 
-    def choose(self, asked: Asked, candidates: Sequence[Candidate]) -> Choice:
+    def choose(self, keys: RouteKeys, candidates: Sequence[Candidate]) -> Choice:
         """Return the candidates in order, best first. The caller tells `sent` which one took it."""
         assert candidates, "a request needs a replica"
         self._take_in(candidates)
-        return self._chosen(asked, candidates)
+        return self._chosen(keys, candidates)
 
-    def sent(self, asked: Asked, name: str, reason: Reason) -> None:
+    def sent(self, keys: RouteKeys, name: str, reason: Reason) -> None:
         """Note that a replica has taken a request, and count what decided it."""
         self.decisions[reason] += 1
         if self.kind in ("prefix", "experts"):
-            self._held.setdefault(name, _Held()).sent(asked.prefixes)
+            self._held.setdefault(name, _Held()).sent(keys.prefixes)
         if self.kind == "experts":
-            self._waiting[asked.number] = asked
+            self._waiting[keys.number] = keys
             if len(self._waiting) > MOST_REQUESTS:
                 self._waiting.popitem(last=False)
 
-    def signature(self, asked: Asked) -> Floats | None:
+    def signature(self, keys: RouteKeys) -> Floats | None:
         """Return the expected share of each expert in its layer's uses, [L·E]; None: unknown."""
-        for digest in reversed(asked.prefixes):
+        for digest in reversed(keys.prefixes):
             if digest in self._eams:
                 return self._eams[digest]
-        return None if self.signatures is None else self.signatures.predict(asked.grams)
+        return None if self.signatures is None else self.signatures.predict(keys.grams)
 
     def _take_in(self, candidates: Sequence[Candidate]) -> None:
         """Learn from new publications, and forget replicas that are no longer there."""
@@ -171,59 +171,59 @@ class Router:
                 self._learn(observed.number, observed.eam, observed.ended)
 
     def _learn(self, number: int, eam: Eam, ended: bool) -> None:
-        asked = self._waiting.pop(number, None) if ended else self._waiting.get(number)
-        if asked is None or not eam.any():
+        keys = self._waiting.pop(number, None) if ended else self._waiting.get(number)
+        if keys is None or not eam.any():
             return
         if self.signatures is None or self.signatures.shape != eam.shape:
             self.signatures = Signatures(*eam.shape)
             self._eams.clear()
         if ended:
-            self.signatures.learn(asked.grams, eam)
-        if asked.prefixes:
-            self._eams[asked.prefixes[-1]] = normalised(eam).ravel()
-            self._eams.move_to_end(asked.prefixes[-1])
+            self.signatures.learn(keys.grams, eam)
+        if keys.prefixes:
+            self._eams[keys.prefixes[-1]] = normalised(eam).ravel()
+            self._eams.move_to_end(keys.prefixes[-1])
         if len(self._eams) > MOST_CONVERSATIONS:
             self._eams.popitem(last=False)
 
-    def _chosen(self, asked: Asked, candidates: Sequence[Candidate]) -> Choice:
+    def _chosen(self, keys: RouteKeys, candidates: Sequence[Candidate]) -> Choice:
         places = list(range(len(candidates)))
         if self.kind == "random":
             return Choice(_first(self._draw.choice(places), places), "random")
         if self.kind == "session":
             names = {place: candidates[place].name for place in places}
-            order = sorted(places, key=lambda place: _weight(asked, names[place]), reverse=True)
+            order = sorted(places, key=lambda place: _weight(keys, names[place]), reverse=True)
             return Choice(tuple(order), "session")
         order = sorted(places, key=lambda p: (not candidates[p].loaded, candidates[p].load))
         least = min(one.load for one in candidates)
         band = [p for p in places if candidates[p].load <= least + self._band]
         band = [p for p in band if candidates[p].loaded] or band
-        found = self._by_prefix(asked, candidates, band)
+        found = self._by_prefix(keys, candidates, band)
         if found is not None:
             return Choice(_first(found, order), "prefix")
         if self.kind == "experts":
-            found = self._by_experts(asked, candidates, band)
+            found = self._by_experts(keys, candidates, band)
             if found is not None:
                 return Choice(_first(found, order), "experts")
         two = self._draw.sample(band, 2) if len(band) > 1 else band
         return Choice(_first(min(two, key=lambda p: candidates[p].load), order), "load")
 
     def _by_prefix(
-        self, asked: Asked, candidates: Sequence[Candidate], band: Sequence[int]
+        self, keys: RouteKeys, candidates: Sequence[Candidate], band: Sequence[int]
     ) -> int | None:
         """Return the place of the longest prefix; None if it is short, or tells nothing apart."""
-        found = {p: self._held[candidates[p].name].longest(asked.prefixes) for p in band}
+        found = {p: self._held[candidates[p].name].longest(keys.prefixes) for p in band}
         longest = max(found.values())
-        if longest < max(1, LEAST_SHARE * len(asked.prefixes)) or (
+        if longest < max(1, LEAST_SHARE * len(keys.prefixes)) or (
             len(band) > 1 and min(found.values()) == longest
         ):
             return None
         return min((p for p in band if found[p] == longest), key=lambda p: candidates[p].load)
 
     def _by_experts(
-        self, asked: Asked, candidates: Sequence[Candidate], band: Sequence[int]
+        self, keys: RouteKeys, candidates: Sequence[Candidate], band: Sequence[int]
     ) -> int | None:
         """Return the least loaded place of those with about the largest expected hit rate."""
-        signature = self.signature(asked)
+        signature = self.signature(keys)
         known = [p for p in band if candidates[p].published is not None]
         if signature is None or not known:
             return None
@@ -246,7 +246,7 @@ def _first(place: int, order: Sequence[int]) -> tuple[int, ...]:
     return (place, *(other for other in order if other != place))
 
 
-def _weight(asked: Asked, name: str) -> bytes:
+def _weight(keys: RouteKeys, name: str) -> bytes:
     """Return the weight of a replica for a session: the largest one wins (rendezvous hashing)."""
-    key = asked.session or (str(asked.prefixes[0]) if asked.prefixes else "")
+    key = keys.session or (str(keys.prefixes[0]) if keys.prefixes else "")
     return blake2b(f"{key}\0{name}".encode(), digest_size=8).digest()

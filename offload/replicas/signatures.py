@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from moeinf.offload.replicas.asked import Grams
+from moeinf.offload.replicas.route_keys import Grams
 from moeinf.offload.routing.eamc import normalised
 
 MOST_CENTROIDS = 32

@@ -5,7 +5,7 @@ docs/study.md justifies the model. No number here is measured on a machine.
 Compute takes all bytes that a token reads, dense included, ÷ RAM bandwidth, spread evenly over
 layers. A layer first takes its dense share, then routes. Then it computes each chosen expert when
 it has arrived, resident experts first. Reads share one link of RAM bandwidth ÷ `ram_over_link`, one
-after the other. A demand read goes before all waiting reads. A started read ahead yields to it
+after the other. A demand read goes before all waiting reads. A started prefetch yields to it
 between two pieces, as in the engine's queue (native/queue/copy_queue.h).
 tiered_replay.py adds the times of a device tier.
 """
@@ -53,11 +53,11 @@ class TimeModel:
         return shape.expert_bytes * self.ram_over_link / self.ram_bytes_per_s
 
     def piece_seconds(self) -> float:
-        """Return the time to read one piece of a read ahead over the link."""
+        """Return the time to read one piece of a prefetch over the link."""
         return PIECE_BYTES * self.ram_over_link / self.ram_bytes_per_s
 
     def judge(self, shape: RoutingShape) -> Judge:
-        """Return what weighs wishes by these times; a layer computes its K experts."""
+        """Return what weighs prefetches by these times; a layer computes its K experts."""
         read = self.read_seconds(shape)
         layer = self.dense_seconds(shape) + shape.top_k * self.expert_seconds(shape)
         piece = min(read, self.piece_seconds())
@@ -94,7 +94,7 @@ class DeviceSpeeds:
 class Link:
     """Runs one read after the other, demand first.
 
-    Demand is read in one go. A read ahead is read in pieces, and begins only while nothing else is
+    Demand is read in one go. A prefetch is read in pieces, and begins only while nothing else is
     read. Between two pieces it yields to demand, and goes on after it.
 
     start(cell) is called when a waiting read could begin. It takes a slot and returns True, or
@@ -113,11 +113,11 @@ class Link:
         self._waiting: deque[int] = deque()
         self._asked_at = 0.0
         self._demand_end = 0.0
-        self._ahead: int | None = None  # the last read ahead that has begun
+        self._ahead: int | None = None  # the last prefetch that has begun
         self._ahead_since, self._ahead_end = 0.0, 0.0  # when it began or goes on, and ends
-        self.arriving: dict[int, float] = {}  # read ahead: cell -> time of arrival, in that order
+        self.arriving: dict[int, float] = {}  # prefetches: cell -> time of arrival, in that order
 
-    def wish(self, cells: Iterable[int], now: float) -> None:
+    def prefetch(self, cells: Iterable[int], now: float) -> None:
         """Replace the waiting reads by these cells, in this order; drop a half-read other one."""
         self._waiting = deque(cells)
         self._asked_at = now
@@ -146,7 +146,7 @@ class Link:
         return done
 
     def hasten(self, cells: Collection[int]) -> None:
-        """Make those of the cells that are read ahead demand, before demand that comes now."""
+        """Turn prefetches of these cells into demand, ahead of demand that comes now."""
         if self._ahead in self.arriving and self._ahead in cells:
             self._demand_end = max(self._demand_end, self._ahead_end)
 

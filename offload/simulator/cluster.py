@@ -138,7 +138,7 @@ class _Replica(Replay):
         self.busy_s += self._now - before
         if running.phase == "prefill":
             observed = running.eam(self._shape.experts, running.accepted)
-            self._observed.append(Observed(turn.asked.number, observed, ended=False))
+            self._observed.append(Observed(turn.keys.number, observed, ended=False))
         return waited
 
     @property
@@ -149,11 +149,11 @@ class _Replica(Replay):
     def end_turn(self) -> tuple[Conversation, int]:
         """Take the first turn, which has ended, from the queue; return where it belongs."""
         turn, _, conversation, place = self.queue.popleft()
-        eam = self.end_request(turn.asked.number)
+        eam = self.end_request(turn.keys.number)
         if eam is not None:
             both = eam.prefill + eam.decode
-            self._observed.append(Observed(turn.asked.number, both))
-        for digest in turn.asked.prefixes:
+            self._observed.append(Observed(turn.keys.number, both))
+        for digest in turn.keys.prefixes:
             self._held[digest] = None
             self._held.move_to_end(digest)
         while len(self._held) > self._kept:
@@ -162,10 +162,10 @@ class _Replica(Replay):
 
     def _passes_of(self, turn: Turn) -> Iterator[Pass]:
         """Yield the passes of a turn: what its KV lacks in one, then token by token."""
-        requests, number = self._requests.requests, turn.asked.number
+        requests, number = self._requests.requests, turn.keys.number
         wanted = requests[turn.recorded]
         held = 0  # turns of the history whose KV is here
-        for count, digest in enumerate(turn.asked.prefixes[:-1], 1):
+        for count, digest in enumerate(turn.keys.prefixes[:-1], 1):
             held = count if digest in self._held else held
         lacking = [requests[place].ids for place in turn.history[held:]]
         self.recomputed += sum(len(ids) for ids in lacking)
@@ -246,12 +246,12 @@ def run_cluster(
             published = {replica.name: replica.publish() for replica in cluster}
             publish_at = now + publish_s
         conversation = conversations[number]
-        asked = conversation.turns[turn].asked
+        keys = conversation.turns[turn].keys
         candidates = [Candidate(r.name, r.load, published.get(r.name)) for r in cluster]
-        choice = router.choose(asked, candidates)
+        choice = router.choose(keys, candidates)
         place = choice.order[0]
         replica = cluster[place]
-        router.sent(asked, replica.name, choice.reason)
+        router.sent(keys, replica.name, choice.reason)
         if not replica.queue:
             replica.wait_until(now)
             heapq.heappush(busy, (replica.now, place))

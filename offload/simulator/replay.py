@@ -2,8 +2,8 @@
 
 A replay computes no expert: it moves cells between a set and a link. The policies are the same
 objects as in the engine. The engine prefetches only if waiting takes a share of its time, and only
-wishes that are worth theirs, see prefetch_gate.py. A replay always prefetches. If it is `judged`,
-the same rule weighs the wishes, by the model's times.
+what is worth its time (prefetch_gate.py). A replay always prefetches. If it is `judged`,
+the same rule weighs the prefetches, by the model's times.
 
 One layer in time (expert_store.py does the same with real bytes):
 
@@ -42,7 +42,7 @@ class Conditions:
 
     late: the policy receives the routing after its pass, as from a captured graph.
     collect: finished requests are added to the EAMC.
-    judged: wishes have to be worth their time.
+    judged: prefetches have to be worth their time.
     """
 
     slots: int
@@ -147,7 +147,7 @@ class Replay(Walk):
         )
         self._resident: set[int] = set()
         self._pinned: dict[int, None] = {}  # in order of computation
-        self._most_wishes = 2 * shape.top_k
+        self._most_prefetches = 2 * shape.top_k
 
     def _pass(self, running: Pass, hinted: NDArray[np.int16] | None) -> None:
         policy, late = self.policy, self._conditions.late
@@ -205,9 +205,9 @@ class Replay(Walk):
             self.policy.admitted(cell)
             done = max(done, there) + self._expert
         if not self._conditions.late:
-            wishes = self.policy.prefetch(self._most_wishes)
-            wishes = self.judge.worth(wishes, layer, self._link.arriving)
-            self._link.wish([wish.cell for wish in wishes], start)
+            prefetches = self.policy.prefetch(self._most_prefetches)
+            prefetches = self.judge.worth(prefetches, layer, self._link.arriving)
+            self._link.prefetch([prefetch.cell for prefetch in prefetches], start)
         self._token.stall_seconds += done - start - len(cells) * self._expert
         self._now = done
 

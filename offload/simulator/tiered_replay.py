@@ -76,8 +76,8 @@ class TieredReplay(Walk):
         self._link = Link(
             self._read, conditions.time.piece_seconds(), self._begin_ahead, self._drop_ahead
         )
-        self._ahead: set[int] = set()  # read ahead, neither used nor evicted yet
-        self._most_wishes = 0 if isinstance(self._policy, Passive) else 2 * shape.top_k
+        self._ahead: set[int] = set()  # prefetched, neither used nor evicted yet
+        self._most_prefetches = 0 if isinstance(self._policy, Passive) else 2 * shape.top_k
         self._found, self._missed = 0, 0  # of the running pass: experts on the device, and others
         # State of the running layer:
         self._weights: Weights | None = None
@@ -139,12 +139,12 @@ class TieredReplay(Walk):
         self._now = now
 
     def _submit(self, layer: int, ids: Ids) -> bool:
-        """Submit like ExpertStore.submit; return True if all are resident, without wishes.
+        """Submit like ExpertStore.submit; return True if all are resident, without prefetches.
 
         Then no cell is pinned and all are computed in the order of their numbers.
         """
         cells = chosen_cells(layer, ids, self._shape.experts)
-        at_once = not self._most_wishes and self._host.are_resident(cells)
+        at_once = not self._most_prefetches and self._host.are_resident(cells)
         for cell in self._link.arrived(self._now):
             self._host.loaded(cell)
             self._policy.admitted(cell)
@@ -161,7 +161,7 @@ class TieredReplay(Walk):
         return at_once
 
     def _ask(self, now: float) -> float:
-        """Give slots to the first misses, while there are slots; then queue the policy's wishes."""
+        """Give free slots to the first misses; then queue the policy's prefetches."""
         self._link.hasten(self._unasked)
         while self._unasked:
             cell = self._unasked[0]
@@ -178,9 +178,9 @@ class TieredReplay(Walk):
             self._unasked.popleft()
             self._policy.admitted(cell)
             self._loading.append((there, cell))
-        if self._most_wishes:
-            wishes = self._policy.prefetch(self._most_wishes)
-            self._link.wish((w.cell for w in wishes if not self._device.has(w.cell)), now)
+        if self._most_prefetches:
+            prefetches = self._policy.prefetch(self._most_prefetches)
+            self._link.prefetch((w.cell for w in prefetches if not self._device.has(w.cell)), now)
             self._link.run_until(nextafter(now, inf))  # reads that can begin at once
         return now
 
@@ -205,7 +205,7 @@ class TieredReplay(Walk):
         return now
 
     def _free_a_slot(self, now: float) -> float:
-        """Return when the copies, or the first read ahead, have ended; they hold every slot."""
+        """Return when the copies, or the first prefetch, have ended; they hold every slot."""
         ended = self._device.end_copies()
         if ended is not None:
             return max(now, ended)
@@ -266,7 +266,7 @@ class TieredReplay(Walk):
         return True
 
     def _begin_ahead(self, cell: int) -> bool:
-        """Begin a wished read, if it has room; return whether it began."""
+        """Begin a prefetch, if there is room; return whether it began."""
         if self._host.has_slot(cell) or not self._make_room():
             return False
         self._host.assign(cell, pinned=False)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moeinf.errors import InvalidInput
-from moeinf.offload.replicas.asked import Asked, grams, prefixes
+from moeinf.offload.replicas.route_keys import RouteKeys, grams, prefixes
 from moeinf.offload.routing.requests_file import RecordedRequests
 
 _BURST_SHARE = 0.2  # of the time
@@ -71,7 +71,7 @@ class Turn:
     think_s: the time after the answer before it, or after its conversation's arrival.
     """
 
-    asked: Asked
+    keys: RouteKeys
     recorded: int
     history: tuple[int, ...]
     think_s: float
@@ -110,9 +110,9 @@ def draw(
             recorded = of_kind[kind][int(rng.integers(len(of_kind[kind])))]
             words = _words(rng, kind, habits.telling)
             pieces.append(f"{place} {' '.join(words)}")
-            asked = Asked(number, prefixes(pieces), grams(words), str(place))
+            keys = RouteKeys(number, prefixes(pieces), grams(words), str(place))
             think_s = float(rng.exponential(habits.think)) * service_s if turn else 0.0
-            turns.append(Turn(asked, recorded, tuple(history), think_s))
+            turns.append(Turn(keys, recorded, tuple(history), think_s))
             history.append(recorded)
             number += 1
         found.append(Conversation(next(times), user, tuple(turns)))

@@ -89,7 +89,7 @@ class SlotMath:
 
     @property
     def rows_interact(self) -> bool:
-        """True if an expert's rows may have other bits in other company: torch computes many."""
+        """True if an expert's rows may depend on the other rows: torch computes them together."""
         return bool(self._weights)
 
     def run(

@@ -6,18 +6,18 @@ expert fills its own rows, and the K rows of a token are combined in a fixed ord
 
 One layer, in order of time:
 
-    submit    reads ahead have arrived or are cancelled; the policy receives the routing; hits are
+    submit    prefetches have arrived or are cancelled; the policy receives the routing; hits are
               pinned
     hint      the policy receives the next layer's probable choice (models give hints at once; the
               last layer has none)
-    (start)   misses take free slots or those of the policy's victims, and their bytes are asked
-              for; a miss that is being read ahead is promoted; then the policy's wishes are queued
+    (start)   misses take free slots or those of the policy's victims, and their reads are queued;
+              a miss whose prefetch is in flight is promoted; then the policy's prefetches follow
     (model)   computes its shared experts meanwhile
     result    compute the hits, then each miss as it arrives; every finished expert is unpinned, so
               that its slot can serve a miss without a slot. So a layer may have more distinct
               experts than there are slots, and cannot deadlock while there is one slot
 
-Where nothing is read ahead, a layer whose experts are all resident only computes them.
+Without prefetches, a layer whose experts are all resident only computes them.
 
 Tiers are a list, the host's first. With a device's above, a runner opens each layer (see
 layer_runner.py): it computes the device's experts there, and the host provides the rest.
@@ -39,15 +39,15 @@ import numpy as np
 from torch import Tensor
 
 from moeinf.native import DeviceError, SlotKernel
-from moeinf.offload.policy.base import Policy, Wish
+from moeinf.offload.policy.base import Policy, Prefetch
 from moeinf.offload.routing.recent_use import RecentUse
-from moeinf.offload.store.all_there import AllThere, WholeLayers
 from moeinf.offload.store.host_tier import HostTier
 from moeinf.offload.store.layer_run import LayerRun
 from moeinf.offload.store.lossy.low_copies import LowCopies
 from moeinf.offload.store.lossy.skipping import without_light_misses
 from moeinf.offload.store.prefetch import expected
 from moeinf.offload.store.prefetch_gate import Gate
+from moeinf.offload.store.resident_layers import NativeLayerExperts, ResidentLayer
 from moeinf.offload.store.routed import cells_of
 from moeinf.offload.store.stats import StoreStats
 from moeinf.offload.store.tier import Pending, Runner, Tier, Upper
@@ -59,25 +59,25 @@ class Stopped(Exception):
 
 @dataclass(frozen=True)
 class Choice:
-    """A host policy, the most reads ahead that it may request after a layer, and its hints.
+    """A host policy, the most prefetches that it may request after a layer, and its hints.
 
     hints: True if hints of a next layer's gate are used while decoding.
     """
 
     policy: Policy
-    wishes: int = 0
+    most_prefetches: int = 0
     hints: bool = False
 
 
-class ExpertStore(WholeLayers):
-    """Layers of experts behind the slots of one or two tiers."""
+class ExpertStore(NativeLayerExperts):
+    """All layers' experts, cached in the slots of one or two tiers."""
 
     def __init__(
         self,
         tiers: tuple[HostTier] | tuple[HostTier, Upper],
         runner: Runner | None = None,
         *,
-        wishes: int = 0,
+        most_prefetches: int = 0,
         hints: bool = False,
         choose: Callable[[int], Choice] | None = None,
         worth_share: float = 0.0,
@@ -88,9 +88,9 @@ class ExpertStore(WholeLayers):
 
         tiers: the host's, and a device's above it.
         runner: opens the layers and uses the tiers above; None: the host's tier opens them.
-        wishes, hints: see Choice.
-        choose: returns what decides with another number of host slots; None: it never changes.
-        worth_share: the least share of decode time spent waiting at which wishes and hints are
+        most_prefetches, hints: see Choice.
+        choose: returns the Choice for another number of host slots; None: it never changes.
+        worth_share: the least share of decode time spent waiting at which prefetches and hints are
         used, if they also pay for what they cost; 0: always.
         skip_below: the share of a row's weights below which a decoded token does without an absent
         expert (skipping.py); 0: never. low: computes light absent experts with copies in fewer
@@ -100,14 +100,14 @@ class ExpertStore(WholeLayers):
         self.host, self.tiers = tiers[0], cast("tuple[Tier, ...]", tiers)
         self.above = cast("tuple[Upper, ...]", tiers[1:])
         self._runner: Runner = runner or self.host
-        self._wishes, self._hints, self._choose = wishes, hints, choose
+        self._most_prefetches, self._hints, self._choose = most_prefetches, hints, choose
         self._gate = Gate(worth_share, tries=worth_share > 0 and not self.above)
         self._skip_below, self.low = skip_below, low
         self.recent = RecentUse(self.host.experts)
         self._began, self._stalled = 0.0, 0.0  # at the pass's start: time, stall_seconds
         self._open: LayerRun | None = None
         self._hinted: tuple[int, Tensor] | None = None  # given before the layer that is submitted
-        self._expected: list[Wish] = []  # of a long pass's next layer
+        self._expected: list[Prefetch] = []  # of a long pass's next layer
         self.stopped: Callable[[], bool] = lambda: False  # asked once per layer
 
     @property
@@ -124,7 +124,7 @@ class ExpertStore(WholeLayers):
         """True while hints are useful; False once a tier above holds all experts permanently."""
         self._gate.asks()  # what follows until `hint` is the price of a hint
         if self.host.pieces:
-            return self._wishes > 0 and not self.host.all_fit
+            return self._most_prefetches > 0 and not self.host.all_fit
         wanted = self._hints and self.host.decoding and self._gate.open
         return wanted and not any(tier.complete for tier in self.above)
 
@@ -152,7 +152,7 @@ class ExpertStore(WholeLayers):
         return self.host.direct_io
 
     def warm(self, cells: Iterable[int]) -> int:
-        """Read these into empty host slots, in order and behind all else; return how many fit.
+        """Read these into empty host slots, in order, at the lowest priority; return how many fit.
 
         Where a tier above wants all experts, the others follow while there is room. Once all are
         there, no layer has to read its routing.
@@ -173,7 +173,7 @@ class ExpertStore(WholeLayers):
         if host.all_fit != (min(slots, host.table.most) >= cells):
             choice = self._choose(slots)
             host.use(choice.policy)
-            self._wishes, self._hints = choice.wishes, choice.hints
+            self._most_prefetches, self._hints = choice.most_prefetches, choice.hints
         host.resize(slots)
 
     def begin_pass(
@@ -185,7 +185,7 @@ class ExpertStore(WholeLayers):
         assert not (pieces and self.above), "a device computes one piece"
         self.abandon()
         self._began, self._stalled = 0.0, self.stats.stall_seconds
-        if self._wishes and phase == "decode" and not self.host.decoding:
+        if self._most_prefetches and phase == "decode" and not self.host.decoding:
             self.host.measure_from_here()
         requests = rows.numpy()
         self.recent.begin()
@@ -209,7 +209,7 @@ class ExpertStore(WholeLayers):
         if self.host.decoding and self._began:
             waited = self.stats.stall_seconds - self._stalled
             seconds = time.perf_counter() - self._began
-            if self._wishes:
+            if self._most_prefetches:
                 self.host.measure(seconds - waited)
             self._gate.passed(waited, seconds, self.host.judge.saved)
         accepted = None if accepted_rows is None else accepted_rows.numpy()
@@ -222,7 +222,7 @@ class ExpertStore(WholeLayers):
             self.recent.end()
 
     def submit(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Pending:
-        """Open a layer and ask for its misses.
+        """Open a layer and queue its misses.
 
         Raises Stopped when the pass is cancelled, ExpertReadError when a shard cannot be read, and
         a device's errors. Then the store is idle.
@@ -232,8 +232,8 @@ class ExpertStore(WholeLayers):
         if self._skip_below and self.host.decoding:
             ids = self._without_light_misses(layer, ids, weights)
         self.recent.add(layer, ids)
-        if not self._wishes and self._runner is self.host:
-            there = self.host.at_once(layer, x, ids, weights)
+        if not self._most_prefetches and self._runner is self.host:
+            there = self.host.native_layer(layer, x, ids, weights)
             if there is not None:
                 return there
         opened = self._runner.open(layer, x, ids, weights, hinted)
@@ -241,12 +241,12 @@ class ExpertStore(WholeLayers):
             return opened
         host, (routed, hint, work) = self.host, opened
         begin = host.clock()
-        if not self._wishes and host.table.are_resident(routed.places):
+        if not self._most_prefetches and host.table.are_resident(routed.places):
             if not host.all_fit:  # else no cell ever has to leave
                 host.policy.routed(layer, routed.ids, routed.weights)
             host.used(routed, routed.cells, routed.events)
             host.decided(begin)
-            return AllThere(work, sorted(routed.cells))
+            return ResidentLayer(work, sorted(routed.cells))
         host.settle()
         is_resident = host.table.is_resident
         hits, misses = list[int](), deque[int]()
@@ -271,18 +271,18 @@ class ExpertStore(WholeLayers):
         return run
 
     def slots(self, layer: int) -> SlotKernel | None:
-        """Return what computes a layer whose experts are all in host slots; see WholeLayers.
+        """Return what computes a layer whose experts are all in host slots; see NativeLayerExperts.
 
         Raises Stopped when the pass is cancelled.
         """
         skips = self._skip_below and self.host.decoding
-        if self._wishes or self._runner is not self.host or skips:
+        if self._most_prefetches or self._runner is not self.host or skips:
             return None
         self._start()
         return self.host.slots_of(layer)
 
     def computed(self, layer: int, ids: Tensor, weights: Tensor, events: int) -> None:
-        """See WholeLayers."""
+        """See NativeLayerExperts."""
         self._hinted = None
         self.recent.add(layer, ids)
         self.host.computed(layer, ids, weights, events)
@@ -324,22 +324,22 @@ class ExpertStore(WholeLayers):
             if self.low is not None:
                 self.low.close()
 
-    def wish(self, layer: int) -> None:
-        """Queue the host policy's wishes after `layer`, except experts that a tier above has.
+    def prefetch(self, layer: int) -> None:
+        """Queue the host policy's prefetches after `layer`, except experts that a tier above has.
 
-        A long pass wishes for the next layer's experts instead.
+        A long pass prefetches the next layer's experts instead.
         """
         if self.host.pieces:
-            self.host.wish(self._expected)
+            self.host.prefetch(self._expected)
             return
-        if not self._wishes or not self._gate.open:
+        if not self._most_prefetches or not self._gate.open:
             return
         self._gate.asks()
-        wishes = self.host.worth(self.host.policy.prefetch(self._wishes), layer)
+        prefetches = self.host.worth(self.host.policy.prefetch(self._most_prefetches), layer)
         for tier in self.above:
-            here = tier.resident(np.array([wish.cell for wish in wishes], np.intp)).tolist()
-            wishes = [wish for wish, there in zip(wishes, here, strict=True) if not there]
-        self.host.wish(wishes)
+            here = tier.resident(np.array([p.cell for p in prefetches], np.intp)).tolist()
+            prefetches = [p for p, there in zip(prefetches, here, strict=True) if not there]
+        self.host.prefetch(prefetches)
         self._gate.answered()
 
     def ended(self) -> None:

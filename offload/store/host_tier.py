@@ -1,7 +1,7 @@
 """The tier of host memory: experts in RAM, the reads that bring them, the CPU's arithmetic.
 
 Does not know families, or tiers above. A miss of a layer is *coming* from `bring` to `arrive`: its
-slot is assigned and pinned. prefetch.py handles reads ahead of demand.
+slot is assigned and pinned. prefetch.py handles prefetches.
 
 Only the engine's thread uses it.
 """
@@ -18,13 +18,13 @@ from torch import Tensor
 
 from moeinf.native import SlotKernel, SlotPool
 from moeinf.offload.format.layout import ExpertLayout
-from moeinf.offload.policy.base import Policy, Wish
+from moeinf.offload.policy.base import Policy, Prefetch
 from moeinf.offload.routing.trace import Phase
-from moeinf.offload.store.all_there import AtOnce, SlotLayers
 from moeinf.offload.store.compute import SlotMath, TorchFfn, by_math
 from moeinf.offload.store.prefetch import ReadAhead
 from moeinf.offload.store.prefetch_gate import Judge
 from moeinf.offload.store.residency import Residency
+from moeinf.offload.store.resident_layers import NativeLayer, SlotKernels
 from moeinf.offload.store.routed import Routed, cut
 from moeinf.offload.store.stats import StoreStats
 from moeinf.offload.store.tier import Experts, Opened
@@ -63,7 +63,7 @@ class HostTier:
         self._transfer = transfer
         distinct = {layout: SlotMath(layout, pool, math) for layout in dict.fromkeys(layouts)}
         self._math = [distinct[layout] for layout in layouts]  # by cell
-        self._layers = SlotLayers(self._math, self.table, experts)
+        self._layers = SlotKernels(self._math, self.table, experts)
         self.judge = Judge(len(layouts) // experts, experts)
         self._ahead = ReadAhead(self.table, transfer, policy, self.stats, self.judge)
         self._pieces = max(1.0, max(layout.slot_bytes for layout in layouts) / PIECE_BYTES)
@@ -149,8 +149,10 @@ class HostTier:
         told = None if hint is None else (hint[0], hint[1].numpy())
         return routed, told, CpuWork(self, layer, x, weights, routed.places)
 
-    def at_once(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> AtOnce | None:
-        """Open a layer of few rows whose experts are all here; None: `open` has to be called."""
+    def native_layer(
+        self, layer: int, x: Tensor, ids: Tensor, weights: Tensor
+    ) -> NativeLayer | None:
+        """Open a layer of few rows whose experts are all resident; None: call `open` instead."""
         if self.slots_of(layer) is None:
             return None
         found = self._layers.routed(layer, x, ids, weights)
@@ -159,7 +161,7 @@ class HostTier:
         return found
 
     def slots_of(self, layer: int) -> SlotKernel | None:
-        """Return what computes a layer of few rows whose experts are all here, from ids alone.
+        """Return the kernel for a layer of few rows whose experts are all resident.
 
         None: it has to be opened.
         """
@@ -168,7 +170,7 @@ class HostTier:
         return self._layers.kernel(layer)
 
     def computed(self, layer: int, ids: Tensor, weights: Tensor, events: int) -> None:
-        """Count a layer whose experts, `events` ids, were all here; tell the policy."""
+        """Count a layer whose experts (`events` ids) were all resident; report it to the policy."""
         begin = self.clock()
         if not self.all_fit:  # else no cell ever has to leave
             mix = weights.numpy() if self.policy.wants_weights else None
@@ -177,11 +179,11 @@ class HostTier:
         self.decided(begin)
 
     def warm(self, cells: Iterable[int]) -> int:
-        """Read these into empty slots, in order and behind all else; return how many fit."""
+        """Read these into empty slots, in order, at the lowest priority; return how many fit."""
         return self._ahead.warm(cells)
 
     def settle(self) -> None:
-        """Make reads ahead that have arrived resident. Called between layers."""
+        """Make arrived prefetches resident. Called between layers."""
         self._ahead.settle()
 
     def resize(self, slots: int) -> None:
@@ -203,32 +205,32 @@ class HostTier:
         self.policy.resize(table.slots)
 
     def use(self, policy: Policy) -> None:
-        """Let another policy decide from now on, between passes."""
+        """Replace the policy, between passes."""
         self.policy = policy
         self._ahead.use(policy)
         for cell in self.table.present():
             policy.admitted(cell)
 
     def measure_from_here(self) -> None:
-        """Tell the judge that decoding starts."""
+        """Report to the judge that decoding starts."""
         self.judge.starts(self._transfer.calls())
 
     def measure(self, computing: float) -> None:
-        """Tell the judge of wishes about a decode pass: its seconds without waits."""
+        """Report to the judge a decode pass: its seconds without waits."""
         self.judge.measured(computing, self._transfer.calls(), self._pieces)
 
-    def worth(self, wishes: Sequence[Wish], layer: int) -> list[Wish]:
+    def worth(self, prefetches: Sequence[Prefetch], layer: int) -> list[Prefetch]:
         """Return those that are worth their time, once `layer` has been routed."""
-        return self.judge.worth(wishes, layer, self._ahead.begun)
+        return self.judge.worth(prefetches, layer, self._ahead.begun)
 
-    def wish(self, wishes: Sequence[Wish]) -> None:
-        """Read ahead the absent ones of these; they replace the wishes before."""
-        self._ahead.wish(wishes)
+    def prefetch(self, prefetches: Sequence[Prefetch]) -> None:
+        """Prefetch the absent ones of these; they replace the earlier prefetches."""
+        self._ahead.prefetch(prefetches)
 
     def bring(self, cells: Iterable[int], busy: Collection[int] = ()) -> list[int]:
-        """Give pinned slots to the first of these, ask for their bytes, and return which.
+        """Give pinned slots to the first of these, queue their reads, and return which.
 
-        A read ahead of one that is in flight is promoted. It stops at the first that can have no
+        A prefetch in flight becomes demand. It stops at the first that can have no
         slot.
         """
         table, take, coming = self.table, self._ahead.take, self.coming
@@ -257,7 +259,7 @@ class HostTier:
         return brought
 
     def arrive(self) -> int:
-        """Wait for the cell that was asked for first and return it, resident and pinned.
+        """Wait for the cell that was requested first and return it, resident and pinned.
 
         Raises ExpertReadError, after which the cell has no slot.
         """
@@ -282,9 +284,9 @@ class HostTier:
         return cell
 
     def wait_for_slot(self, cell: int) -> None:
-        """Wait for a read ahead to end, and free its slot.
+        """Wait for a prefetch to end, and free its slot.
 
-        Raises ExpertReadError for `cell`, which needs a slot, where no read ahead is in flight.
+        Raises ExpertReadError for `cell`, which needs a slot, where no prefetch is in flight.
         """
         if not self._ahead.wait_for_one():
             raise self._transfer.no_slot(cell)
@@ -346,7 +348,7 @@ class HostTier:
                     self.stats.decode_hits_predicted += len(routed.places[cell])
 
     def clock(self) -> float:
-        """Return seconds; the clock stands still during calls to the queue.
+        """Return seconds; the clock stops during calls to the queue.
 
         Those may lose the processor to the queue's readers.
         """

@@ -24,13 +24,13 @@ class Owner(Protocol):
     @property
     def low(self) -> LowCopies | None: ...
 
-    def wish(self, layer: int) -> None: ...
+    def prefetch(self, layer: int) -> None: ...
 
     def ended(self) -> None: ...
 
 
 class LayerRun:
-    """One submitted layer: the experts still to compute, to read, and to ask for."""
+    """One submitted layer: the experts still to compute, to read, and to request."""
 
     def __init__(
         self, store: Owner, layer: int, work: Work, hits: list[int], misses: deque[int]
@@ -42,15 +42,15 @@ class LayerRun:
         self._misses, self._stalled = len(misses), self._host.stats.stall_seconds
 
     def ask(self) -> None:
-        """Give slots to the first misses, while there are slots, and ask for their bytes.
+        """Give slots to the first misses, while there are slots, and queue their reads.
 
-        The policy's wishes follow once every miss has a slot.
+        The policy's prefetches follow once every miss has a slot.
         """
         begin = self._host.clock()
         for _ in self._host.bring(self._unasked):
             self._unasked.popleft()
         if not self._unasked:
-            self._store.wish(self._layer)
+            self._store.prefetch(self._layer)
         self._host.decided(begin)
 
     def result(self) -> Tensor:
@@ -62,7 +62,7 @@ class LayerRun:
                     if coming:
                         self._compute([self._host.arrive()])
                     elif not any(tier.end_copies() for tier in self._store.above):
-                        # reads ahead hold all slots
+                        # prefetches hold all slots
                         self._host.wait_for_slot(self._unasked[0])
                 else:  # while a miss has no slot, one by one: each finished expert frees one
                     most = 1 if self._unasked else self._host.most_in_a_call or len(ready)
@@ -87,7 +87,7 @@ class LayerRun:
             for cell in cells:
                 self._host.table.unpin(cell)
         if self._host.pieces and not self._unasked:  # there may be slots for the next layer's now
-            self._store.wish(self._layer)
+            self._store.prefetch(self._layer)
 
     def abandon(self) -> None:
         """Free pins and slots, after the reads into the slots have ended."""

@@ -1,19 +1,18 @@
-"""Reads ahead of demand: those in flight, the victims they displaced, and their use.
+"""Prefetches of one store: reads in flight, the victims they displaced, and their use.
 
-Does not know layers, rows or arithmetic, nor the reasons of a policy's wishes.
+Does not know layers, rows or arithmetic, nor why a policy wants a prefetch.
 
-    wish ──▶ flying ──arrived──▶ resident, told to the policy, unused until a layer asks for it
-               ├──its layer asks first──▶ promoted to demand: the same read, waited for
-               ├──still queued when the next layer has come──▶ cancelled: its victim, whose bytes
-               │                                              nothing has touched, is back
-               ├──half read, and no longer wished for──▶ cancelled, its slot is free
-               └──failed──▶ its slot is free; if a layer asks, the read is repeated and judged
+    queued ──▶ in flight ──arrived──▶ resident and admitted; unused until a layer requests it
+                ├──its layer requests it──▶ becomes demand: the same read, waited for
+                ├──still queued at the next layer──▶ cancelled: its victim is back, whose bytes
+                │                                    nothing has overwritten
+                ├──half read, and no longer wanted──▶ cancelled, its slot is free
+                └──failed──▶ its slot is free; if a layer requests it, it is read again
 
-So every layer's wishes replace those before, as in the simulator. Only a read that has begun can
-cost another expert its place. prefetch_gate.py is told the outcome of each. The first reads ahead
-of all, the *warm start*, fill empty slots only. They wait at a lower priority than any wish,
-survive layers, and give way when a slot is needed.
-
+The prefetches of a layer replace those of the layer before, as in the simulator. Only a read that
+has begun can cost another expert its slot. prefetch_gate.py is told the outcome of each. The first
+prefetches, the *warm start*, fill empty slots only. They wait at a lower priority than any other,
+survive layers, and are cancelled when a slot is needed.
 Only the engine's thread uses it.
 """
 
@@ -26,7 +25,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from moeinf.offload.policy.base import Policy, Wish
+from moeinf.offload.policy.base import Policy, Prefetch
 from moeinf.offload.store.prefetch_gate import Judge
 from moeinf.offload.store.residency import Residency
 from moeinf.offload.store.stats import StoreStats
@@ -34,23 +33,23 @@ from moeinf.offload.store.transfer import Transfer
 
 Cause = Literal["hinted", "predicted"]
 
-_ROWS_PER_SIGN = 64  # a long pass reads ahead what is predicted for one in so many of its rows
-_WISH, _WARM = 0.0, -1.0  # priorities; demand is above, equals are read in the order of asking
+_ROWS_PER_SIGN = 64  # a long pass prefetches what is predicted for one in so many of its rows
+_PREFETCH, _WARM = 0.0, -1.0  # priorities; demand is above, equals are read in the order of asking
 
 
 @dataclass(slots=True)
 class _Flight:
-    """A read that no layer has asked for yet."""
+    """A read that no layer has requested yet."""
 
     ticket: int  # 0: the bytes were there
     cause: Cause
     warm: bool
     victim: int | None = None  # the cell evicted for it
-    victim_cause: Cause | None = None  # if the victim was itself read ahead, and never used
+    victim_cause: Cause | None = None  # if the victim was itself prefetched, and never used
 
 
 class ReadAhead:
-    """All reads ahead of one store. `decoding`: whether bytes count for decoding."""
+    """All prefetches of one store. `decoding`: whether bytes count for decoding."""
 
     def __init__(
         self,
@@ -70,7 +69,7 @@ class ReadAhead:
         self._policy = policy
 
     def settle(self) -> None:
-        """Make arrived reads resident, and cancel the wishes that have not begun."""
+        """Make arrived reads resident, and cancel the prefetches that have not begun."""
         if not self._flying:
             return
         ended = dict(self._transfer.ended())
@@ -89,7 +88,7 @@ class ReadAhead:
             self._policy.admitted(cell)
 
     def take(self, cell: int) -> int | None:
-        """Return the ticket of a cell in flight that a layer asks for; it is pinned demand then."""
+        """Return the ticket of a cell in flight that a layer requests; it is pinned demand then."""
         flight = self._flying.pop(cell, None)
         if flight is None:
             return None
@@ -107,11 +106,11 @@ class ReadAhead:
 
     @property
     def waits_for_use(self) -> bool:
-        """True if an expert has arrived that no layer has asked for yet."""
+        """True if an expert has arrived that no layer has requested yet."""
         return bool(self._unused)
 
     def used(self, cell: int) -> Cause | None:
-        """Count a hit of the cell; return why it was read ahead, if this is its first use."""
+        """Count a hit of the cell; return why it was prefetched, if this is its first use."""
         cause = self._unused.pop(cell, None)
         if cause is not None:
             self._judge.judged(cell, used=True)
@@ -127,11 +126,11 @@ class ReadAhead:
         self._residency.evict(victim)
         return cause
 
-    def wish(self, wishes: Sequence[Wish]) -> None:
+    def prefetch(self, prefetches: Sequence[Prefetch]) -> None:
         """Ask for absent cells, the most urgent first, until no cell may leave for the next."""
-        self._drop_all_but({wish.cell for wish in wishes})
+        self._drop_all_but({prefetch.cell for prefetch in prefetches})
         flights: dict[int, _Flight] = {}
-        for cell, urgent, _ in wishes:
+        for cell, urgent, _ in prefetches:
             if self._residency.has_slot(cell):
                 continue
             flight = _Flight(0, "hinted" if urgent else "predicted", warm=False)
@@ -143,10 +142,10 @@ class ReadAhead:
                 self._judge.displaced(flight.victim)
             self._residency.assign(cell, pinned=False)
             flights[cell] = flight
-        self._launch(flights, _WISH)
+        self._launch(flights, _PREFETCH)
 
     def warm(self, cells: Iterable[int]) -> int:
-        """Fill empty slots with these, in this order, behind all else; return how many."""
+        """Fill empty slots with these, in this order, at the lowest priority; return how many."""
         flights: dict[int, _Flight] = {}
         for cell in cells:
             if not self._residency.free:
@@ -177,7 +176,7 @@ class ReadAhead:
         return True
 
     def _drop_all_but(self, cells: Collection[int]) -> None:
-        """Cancel half-read wishes for other cells: the drive is there for better ones."""
+        """Cancel half-read prefetches for other cells: the drive is there for better ones."""
         for cell, flight in list(self._flying.items()):
             if flight.warm or cell in cells:
                 continue
@@ -218,9 +217,9 @@ class ReadAhead:
             stats.decode_bytes_read += size
 
 
-def expected(layer: int, ids: NDArray[np.integer[Any]], experts: int) -> list[Wish]:
+def expected(layer: int, ids: NDArray[np.integer[Any]], experts: int) -> list[Prefetch]:
     """Return the experts that ids [T, H] predict for a layer of a long pass, the surest first."""
     counts = np.bincount(ids[ids >= 0], minlength=experts)
     order = np.argsort(-counts, kind="stable")
     sure = order[counts[order] * _ROWS_PER_SIGN >= len(ids)]
-    return [Wish(layer * experts + expert, True) for expert in sure.tolist()]
+    return [Prefetch(layer * experts + expert, True) for expert in sure.tolist()]

@@ -1,32 +1,32 @@
-"""Decide if prefetching can pay: of all wishes together, of each one, and of asking at all.
+"""Decide whether prefetching pays: at all, for each prefetch, and for the cost of predicting.
 
 Does not know experts, predictions or how a pass is timed.
 
-`Throttle` bounds the sum. A correct prefetch saves at most the wait for its read. So all prefetches
-together save at most the share of decode time spent waiting. If the share is small, they are not
-worth their bytes, even with good predictions. The share is computed from decayed sums, so that
-short noise neither starts nor ends prefetching.
+`Throttle` bounds the total gain. A correct prefetch saves at most the wait for its read, so all
+prefetches together save at most the share of decode time spent waiting. If that share is small,
+prefetches are not worth their bytes, even with good predictions. The share is computed from
+decayed sums, so short noise neither starts nor stops prefetching.
 
-`Judge` weighs each wish. If it is right, with probability p, its layer has a miss less to wait for:
-it saves the wait of a miss, or what fits before the layer, less the latency of one more call.
-(Where other programs keep a drive busy, a piece waits about as long as a whole expert.) If it is
-wrong, the demands that come meanwhile wait, each for half a piece, which the queue does not
-interrupt. And its victim may have to be read again:
+`Judge` weighs each prefetch. With probability p it is used. Then its layer has one miss less to
+wait for: this saves the wait of a miss, or the part of it that fits before the layer, minus the
+latency of one more call. (On a drive that other programs keep busy, a piece waits about as long as
+a whole expert.) Otherwise it is wasted. Then demand reads that come meanwhile wait, each for half a
+piece, because the queue does not interrupt a piece. Its victim may also have to be read again:
 
     p · (min(miss, layers until its own · layer) - call)  >  (1 - p) · (delay + regret · miss)
     miss = slope of a layer's wait over its misses, at most the mean wait
     call = (pieces · piece - read) / (pieces - 1)
     delay = piece / 2 · min(pieces of the read, layers that it lasts)
 
-The misses of a layer are read at once. So one miss less may save much less than the mean wait.
+The misses of a layer are read concurrently, so one miss less may save much less than the mean wait.
 
-`Trial` weighs asking for hints and wishes. Reads ahead that came true have saved time, the others
-have cost some. If a few passes together have saved less than twice the time that hints and wishes
-took, neither is asked for. Later some passes try again.
+p is the policy's estimate times the share of such estimates that came true. regret is the share of
+victims that were missed in the same pass or the next. Each pass moves both shares a little towards
+their initial values, so prefetches that were rejected are tried again later.
 
-p is the policy's claim times the share of such claims that came true. regret is the share of
-victims that were missed in the same pass or the next. Each pass moves both shares a little back to
-where they began, so that wishes that were turned down are tried again later.
+`Trial` weighs the cost of computing hints and prefetches. Prefetches that were used saved time, the
+others cost time. If several passes together saved less than twice the time that computing hints and
+prefetches took, neither is computed for a while. Later some passes try again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from moeinf.offload.policy.base import Wish
+from moeinf.offload.policy.base import Prefetch
 
 _MEMORY = 0.95  # decay per token: some 20 tokens count
 _OUTCOMES = 0.99  # decay per outcome: some 100 count
@@ -45,8 +45,8 @@ _PRIOR = 8.0  # claims that came true, before the first outcome
 _REGRET = 0.1  # before the first victim
 _PIECES = 4.0  # pieces as fast as their part of a read, before the first is measured
 _TRIAL = 8  # passes that are judged together
-_MARGIN = 2.0  # of what they save over what asking takes: their readers take the processor, too
-_PAUSE, _LONGEST = 64, 1024  # passes until the next trial: at first, and after many in vain
+_MARGIN = 2.0  # of the time saved over the time spent: the readers also use the processor
+_PAUSE, _LONGEST = 64, 1024  # passes until the next trial: at first, and after many failures
 
 
 class Throttle:
@@ -67,9 +67,9 @@ class Throttle:
 
 
 class Trial:
-    """Open while reads ahead save twice the time that asking for them takes; open at first.
+    """Open while prefetches save twice the time that computing them takes; open at first.
 
-    A pause follows passes in vain. It is twice as long as the one before, until a trial succeeds.
+    A failed trial is followed by a pause, each twice as long as the last, until a trial succeeds.
     """
 
     def __init__(self) -> None:
@@ -101,11 +101,11 @@ class Trial:
 
 
 class Gate:
-    """Open while reads ahead can pay, by `Throttle` and, if it `tries`, by `Trial`."""
+    """Open while prefetches can pay, by `Throttle` and, if it `tries`, by `Trial`."""
 
     def __init__(self, share: float, tries: bool) -> None:
         self._throttle, self._trial = Throttle(share), Trial() if tries else None
-        self._began: float | None = None  # None: nothing was asked
+        self._began: float | None = None  # None: nothing is being computed
         self._spent = self._saved = 0.0
 
     @property
@@ -113,7 +113,7 @@ class Gate:
         return self._throttle.open and (self._trial is None or self._trial.open)
 
     def asks(self) -> None:
-        """Count the time from now until `answered` as spent on hints and wishes."""
+        """Count the time from now until `answered` as spent on hints and prefetches."""
         self._began = time.perf_counter()
 
     def answered(self) -> None:
@@ -122,7 +122,7 @@ class Gate:
         self._began = None
 
     def passed(self, waited: float, seconds: float, saved: float) -> None:
-        """Add a decode pass. saved: by all reads ahead so far, see Judge."""
+        """Add a decode pass. saved: by all prefetches so far, see Judge."""
         if self._trial is not None and self._throttle.open:
             self._trial.passed(saved - self._saved, self._spent)
         self._throttle.passed(waited, seconds)
@@ -180,7 +180,7 @@ class _Share:
 
 @dataclass(frozen=True, slots=True)
 class _Claim:
-    """The claim of a wish that was found worth it, and the seconds its read saves or costs."""
+    """The claim of a prefetch that was judged worth it, and the seconds that it saves or costs."""
 
     probability: float
     saves: float
@@ -188,10 +188,10 @@ class _Claim:
 
 
 class Judge:
-    """Weighs the wishes of a model of L layers with E experts. times: None: all are worth it.
+    """Weighs the prefetches of a model of L layers with E experts. times: None: all are worth it.
 
-    A replay sets `times`, the engine measures them. saved: seconds that reads ahead have saved,
-    less those that they have cost.
+    A replay sets `times`, the engine measures them. saved: seconds that prefetches have saved,
+    minus those that they have cost.
     """
 
     def __init__(self, layers: int, experts: int, times: Times | None = None) -> None:
@@ -208,7 +208,7 @@ class Judge:
         self._calls = Calls()
 
     def starts(self, calls: Calls) -> None:
-        """Leave out the calls so far: those of a prompt run many at a time, and last longer."""
+        """Ignore the calls so far: those of a prompt run concurrently, and take longer."""
         self._calls = calls
 
     def layer(self, misses: int, waited: float) -> None:
@@ -240,26 +240,28 @@ class Judge:
             piece = (piecing + _PIECES * read / pieces) / (parts + _PIECES)
             self.times = Times(read, piece, computing / layers, pieces)
 
-    def worth(self, wishes: Sequence[Wish], layer: int, begun: Container[int] = ()) -> list[Wish]:
-        """Return those that are worth reading once `layer` has been routed, in their order.
+    def worth(
+        self, prefetches: Sequence[Prefetch], layer: int, begun: Container[int] = ()
+    ) -> list[Prefetch]:
+        """Return those that are worth reading after `layer` has been routed, in the same order.
 
-        begun: cells whose reads have begun, which stay worth it.
+        begun: cells whose reads have begun; they are always worth finishing.
         """
-        return [wish for wish in wishes if wish.cell in begun or self._is_worth(wish, layer)]
+        return [p for p in prefetches if p.cell in begun or self._is_worth(p, layer)]
 
     def judged(self, cell: int, used: bool) -> None:
-        """Report the outcome of a read that was found worth it."""
+        """Report whether a prefetched cell was used."""
         claim = self._claims.pop(cell, None)
         if claim is not None:
             self._came.add(used, claim.probability)
             self.saved += claim.saves if used else -claim.costs
 
     def displaced(self, victim: int) -> None:
-        """Report the victim of a read ahead."""
+        """Report the victim of a prefetch."""
         self._victims[1].add(victim)
 
     def restored(self, victim: int) -> None:
-        """Report that the read ahead has not begun, so that its victim is back."""
+        """Report that the prefetch has not begun, so its victim is resident again."""
         self._victims[1].discard(victim)
 
     def missed(self, cell: int) -> None:
@@ -276,19 +278,19 @@ class Judge:
         self._came.fade()
         self._regret.fade()
 
-    def _is_worth(self, wish: Wish, layer: int) -> bool:
+    def _is_worth(self, prefetch: Prefetch, layer: int) -> bool:
         times = self.times
         if times is None:
             return True
-        ahead = (wish.cell // self._experts - layer) % self._layers or self._layers
-        right = wish.probability * self._came.value
+        ahead = (prefetch.cell // self._experts - layer) % self._layers or self._layers
+        right = prefetch.probability * self._came.value
         miss = times.read if self._miss is None else min(self._miss, times.read)
         delay = times.read / 2 * min(1.0, times.piece / times.layer)
         saves = min(miss, ahead * times.layer) - times.call
         wrong = delay + self._regret.value * miss
         if right * saves <= (1 - right) * wrong:
             return False
-        self._claims[wish.cell] = _Claim(wish.probability, saves, wrong)
+        self._claims[prefetch.cell] = _Claim(prefetch.probability, saves, wrong)
         return True
 
 

@@ -10,7 +10,7 @@ Does not know why an expert comes or goes (policies) nor how its bytes travel (t
      ├──── evict ◀─────────────────────────────┼───┘
      └──── restore ────────────────────────────┘
 
-A cell that a layer asks for is pinned from `assign` or `pin` on; one that is read ahead is not.
+A cell that a layer requests is pinned from `assign` or `pin` on; one that is prefetched is not.
 Nothing pinned is evicted, so an expert in use is never overwritten. Bytes stay in a slot until a
 read into it begins: the victim of a read that never began is restored. The slot of a read that
 hangs is lost until that read has ended.

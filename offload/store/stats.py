@@ -1,7 +1,7 @@
 """Count the events of an expert store, in the terms of docs/architecture.md ("Measurements").
 
 Does not know requests or text. An *event* is one selected expert of one token in one layer. It is a
-hit if the expert was resident when its layer asked for it.
+hit if the expert was resident when its layer requested it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 
 @dataclass
 class StoreStats:
-    """Sums since the store was built; a difference of two describes what lies between them."""
+    """Sums since the store was built; the difference of two describes the time between them."""
 
     decode_events: int = 0
     decode_hits: int = 0
@@ -32,7 +32,7 @@ class StoreStats:
     decode_hits_hinted: int = 0  # first use of an expert that a gate's hint prefetched
     decode_hits_predicted: int = 0  # the same for lookahead and warm start; all others: cached
     ahead_bytes_read: int = 0  # before a layer asked
-    ahead_bytes_used: int = 0  # the part that a layer asked for later, also while in flight
+    ahead_bytes_used: int = 0  # the part that a layer requested later, also while in flight
     ahead_bytes_wasted: int = 0  # the part evicted unused; the remainder may still be used
     decode_policy_seconds: float = 0.0  # deciding what to load and evict, and its bookkeeping
     decode_device_hits: int = 0  # hits on an expert in a device slot

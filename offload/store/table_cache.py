@@ -35,7 +35,7 @@ _SPREAD = 0x9E3779B1  # odd: neighbours get places far apart
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """The distinct rows of some ids, ascending, and where each lies.
+    """The distinct rows of some ids, ascending, and where each is stored.
 
     inverse: ids = rows[inverse]. places: in the cache. inside: places in the blocks.
     """
@@ -220,7 +220,7 @@ class CachedTable:
         (self._hung if self._reads.may_write(landing) else self._free).append(landing)
 
     def _drop(self, block: int) -> None:
-        """Forget a block that was read ahead and is not wanted."""
+        """Forget a block that was prefetched and is not wanted."""
         landing, ticket = self._flying[block]
         self._reads.abandon(ticket)
         del self._flying[block]

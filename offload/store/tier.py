@@ -57,7 +57,7 @@ class Tier(Protocol):
         ...
 
     def forget(self, cells: Iterable[int]) -> None:
-        """Free the slots of cells whose bytes will not come."""
+        """Free the slots of cells whose reads failed or were cancelled."""
         ...
 
     def compute(self, x: Tensor, experts: Experts, top_k: int, rows: Tensor) -> None:
@@ -87,7 +87,7 @@ class Upper(Tier, Protocol):
 
     @property
     def wants_all(self) -> bool:
-        """True if it has a use for experts that no layer asked for."""
+        """True if it accepts experts that no layer requested."""
         ...
 
     @property

@@ -16,7 +16,7 @@ from moeinf.offload.format.drives import named
 from moeinf.offload.format.shards import FileRecord
 from moeinf.offload.store.prefetch_gate import Calls
 
-PIECE_BYTES = 512 << 10  # of a read ahead, which yields to demand between two pieces
+PIECE_BYTES = 512 << 10  # of a prefetch, which yields to demand between two pieces
 
 
 class ExpertReadError(Failure, OSError):

@@ -35,10 +35,10 @@ _MOST = {
 
 
 class NotFiniteWeights(BadCheckpoint):
-    """A weight is NaN or infinite, or overflows in the format of the stored model."""
+    """A weight is NaN or infinite, or overflows in the stored format."""
 
     code = "broken_weights"
-    hint = "`moeinf pull --allow-nan`, which goes on; the model may then fail at any token"
+    hint = "`moeinf pull --allow-nan`, which continues; the model may then fail at any token"
 
 
 class NotFiniteLogits(Failure, RuntimeError):

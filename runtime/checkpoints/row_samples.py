@@ -33,7 +33,7 @@ def cosine_limit(tensor: SourceTensor) -> float:
     return 0.99 if bits >= 4.5 else 0.9 if bits >= 2 else 0.7
 
 
-class Likeness:
+class CosineSimilarity:
     """The cosine of the angle between two sequences of numbers, added block by block."""
 
     def __init__(self) -> None:
@@ -60,9 +60,13 @@ class Likeness:
 
 
 def compare(
-    ours: SourceTensor, our_read: Read, theirs: SourceTensor, their_read: Read, found: Likeness
+    ours: SourceTensor,
+    our_read: Read,
+    theirs: SourceTensor,
+    their_read: Read,
+    found: CosineSimilarity,
 ) -> bool:
-    """Add the likeness of some rows of two tensors; return False if they cannot be read by rows.
+    """Add the similarity of some rows of two tensors; return False if they cannot be read by rows.
 
     An embedding may have more rows than the other.
     """

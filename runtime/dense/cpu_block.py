@@ -32,8 +32,8 @@ from moeinf.native import (
     RouterKernel,
     SlotKernel,
 )
-from moeinf.offload.store.all_there import WholeLayers
 from moeinf.offload.store.compute import MOST_ROWS
+from moeinf.offload.store.resident_layers import NativeLayerExperts
 from moeinf.runtime.dense.cpu_fused import (
     NativeGqa,
     NativeMla,
@@ -48,7 +48,7 @@ from moeinf.runtime.dense.cpu_mlp import NativeGate, NativeMlp
 _Biased = tuple[LinearKernel, int]  # a linear layer and the address of its bias
 
 
-class InPieces(Exception):
+class NotFused(Exception):
     """The reason why a part of a block is not in the native call."""
 
 
@@ -139,7 +139,7 @@ class NativeBlocks:
             )  # fmt: skip
             for number in range(first, first + done):
                 if blocks[number].sparse is not None:
-                    assert isinstance(experts, WholeLayers)
+                    assert isinstance(experts, NativeLayerExperts)
                     layer = self._numbers[number]
                     experts.computed(layer, ids[number], weights[number], count * self._top_k)
             first, x = first + done, y
@@ -157,9 +157,9 @@ class NativeBlocks:
     def _slots(self, experts: Experts) -> list[SlotKernel | None]:
         """Return where each layer's experts are; None: the layer has to be submitted."""
         sparse = [block.sparse for block in self.blocks]
-        whole = isinstance(experts, WholeLayers)
+        whole = isinstance(experts, NativeLayerExperts)
         hints = whole and any(one.ahead for one in sparse if one) and experts.wants_hints
-        if not isinstance(experts, WholeLayers) or hints:
+        if not isinstance(experts, NativeLayerExperts) or hints:
             return [None] * len(sparse)
         return [None if one is None else experts.slots(one.layer) for one in sparse]
 
@@ -178,13 +178,13 @@ def tuned_block(block: Block) -> Block | NativeBlock:
     rest = _rest(block.ffn)
     try:
         half, core = _attention(block)
-    except InPieces:
+    except NotFused:
         if rest.router is None and rest.reason is not None:
             return block  # its norm alone is no gain
         half, core = None, None
     try:
         norm = _norm(block.ffn_norm)
-    except InPieces:
+    except NotFused:
         return block
     width = norm[1]
     layer = DecoderLayer(half, width, block.residual, norm, rest.router, rest.mlp, rest.gate)
@@ -197,33 +197,33 @@ def why_in_pieces(block: Block) -> list[str]:
     for part in (lambda: _attention(block), lambda: _norm(block.ffn_norm)):
         try:
             part()
-        except InPieces as error:
+        except NotFused as error:
             reasons.append(str(error))
     rest = _rest(block.ffn)
     return reasons if rest.reason is None else [*reasons, rest.reason]
 
 
 def _attention(block: Block) -> tuple[AttentionHalf, NativeGqa | NativeMla]:
-    """Return a block's attention and its core. Raises InPieces."""
+    """Return a block's attention and its core. Raises NotFused."""
     attention, widening = block.attention, None
     if isinstance(attention, GqaAttention):
         p = attention.projections
         inputs, output = [p.q, p.k, p.v], p.o
         if attention.gate is not None and not isinstance(attention.gate, NativeGate):
-            raise InPieces("its gate")
+            raise NotFused("its gate")
         gated = attention.gate is not None
     elif isinstance(attention, MlaAttention):
         if attention.scaling is not None:
-            raise InPieces("queries scaled by position")
+            raise NotFused("queries scaled by position")
         inputs, output, gated = [attention.q, attention.kv_a], attention.o, False
         if isinstance(attention.q, LowRank):
             inputs[0] = attention.q.down
             widening = _norm(attention.q.norm), _linear(attention.q.up)
     else:
-        raise InPieces(type(attention).__name__)
+        raise NotFused(type(attention).__name__)
     core = attention.core
     if not isinstance(core, NativeGqa | NativeMla):
-        raise InPieces(type(core).__name__)
+        raise NotFused(type(core).__name__)
     half = AttentionHalf(
         _norm(block.attention_norm), [_linear(one) for one in inputs], core.step,
         _linear(output), widening=widening, gated=gated,
@@ -239,45 +239,45 @@ def _rest(ffn: Callable[[Tensor, Experts], Tensor]) -> _Rest:
             found.mlp = _mlp(ffn.mlp)
             return found
         if not isinstance(ffn, SparseFfn):
-            raise InPieces(type(ffn).__name__)
+            raise NotFused(type(ffn).__name__)
         if not isinstance(ffn.router, NativeRouter):
             router = getattr(ffn.router, "torch_router", ffn.router)
-            raise InPieces(f"its router, a {type(router).__name__}")
+            raise NotFused(f"its router, a {type(router).__name__}")
         found.router, found.top_k = ffn.router.kernel, ffn.router.top_k
         if ffn.before is not None or ffn.after is not None:
-            raise InPieces("steps around its experts")
+            raise NotFused("steps around its experts")
         if isinstance(ffn.shared, GatedShared):
             if not isinstance(ffn.shared.times, NativeGate):
-                raise InPieces("its gate")
+                raise NotFused("its gate")
             found.mlp, found.gate = _mlp(ffn.shared.expert), _linear(ffn.shared.gate)
         elif ffn.shared is not None:
             found.mlp = _mlp(ffn.shared)
-    except InPieces as error:
+    except NotFused as error:
         found.mlp = found.gate = None
         found.reason = str(error)
     return found
 
 
 def _mlp(mlp: object) -> MlpKernel:
-    """Return a dense network's kernel. Raises InPieces."""
+    """Return a dense network's kernel. Raises NotFused."""
     if not isinstance(mlp, NativeMlp):
-        raise InPieces(f"its dense network, a {type(mlp).__name__}")
+        raise NotFused(f"its dense network, a {type(mlp).__name__}")
     return mlp.kernel
 
 
 def _norm(norm: object) -> tuple[int, int, float, bool]:
-    """Return a norm as native steps take it. Raises InPieces."""
+    """Return a norm as native steps take it. Raises NotFused."""
     if not isinstance(norm, NativeNorm):
-        raise InPieces(f"its norm, a {type(norm).__name__}")
+        raise NotFused(f"its norm, a {type(norm).__name__}")
     return norm.native
 
 
 def _linear(linear: object) -> _Biased:
-    """Return a linear layer's kernel and the address of its bias, or 0. Raises InPieces."""
+    """Return a linear layer's kernel and the address of its bias, or 0. Raises NotFused."""
     if not isinstance(linear, NativeLinear):
-        raise InPieces("weights that are not bfloat16 or tiles")
+        raise NotFused("weights that are not bfloat16 or tiles")
     if linear.bias is None:
         return linear.kernel, 0
     if linear.bias.dtype != torch.bfloat16 or not linear.bias.is_contiguous():
-        raise InPieces("a bias that is not bfloat16")
+        raise NotFused("a bias that is not bfloat16")
     return linear.kernel, linear.bias.data_ptr()

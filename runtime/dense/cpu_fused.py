@@ -14,7 +14,12 @@ import torch
 from torch import Tensor
 
 from moeinf.models.base import Piece
-from moeinf.models.layers.attention import GqaCore, NormLastCore, PairCore, StillCore
+from moeinf.models.layers.attention import (
+    GqaCore,
+    InterleavedRopeCore,
+    NormAfterRopeCore,
+    NoRopeCore,
+)
 from moeinf.models.layers.ffn import GatedMlp, SigmoidGate
 from moeinf.models.layers.kv_cache import KvCache, PassRows, Span
 from moeinf.models.layers.mla import LowRank, MlaCore
@@ -48,9 +53,9 @@ _SCORING: dict[type, str] = {
 }
 _ROTATION: dict[type, Literal["half", "pairs", "none"]] = {
     GqaCore: "half",
-    NormLastCore: "half",
-    PairCore: "pairs",
-    StillCore: "none",
+    NormAfterRopeCore: "half",
+    InterleavedRopeCore: "pairs",
+    NoRopeCore: "none",
 }
 
 
@@ -158,7 +163,7 @@ class NativeGqa:
             0 if self._sinks is None else self._sinks.data_ptr(),
             value_width=shape.value_width,
             rotation=_ROTATION[type(core)],
-            norms_last=isinstance(core, NormLastCore),
+            norms_last=isinstance(core, NormAfterRopeCore),
         )
         self._width = shape.heads * shape.value_width
 

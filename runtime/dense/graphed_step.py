@@ -2,17 +2,17 @@
 
 Where a token's dense part is some hundreds of small kernels, most of its time goes into launching
 them (PyGraph, arXiv 2503.19779, section 1). So the kernels that a step queues between two calls of
-the `Experts` seam are captured as one graph. The model's own code runs once, for the capture; then
-a tape replays it:
+the `Experts` interface are captured as one graph. The model's own code runs once, for the capture.
+Then a tape replays it:
 
     model    embed … router │submit│ shared experts │result│ attention … router │submit│ …
     tape     graph            call   graph            call   graph                call
 
-The seam is called for every token, because the host, the drive and the policy have work there.
+The interface is called for every token, because the host, the drive and the policy have work there.
 Between the calls no Python of the model runs. The result of a layer whose experts all stay on the
 device is one more graph.
 
-A rehearsal comes first: the step runs with experts that answer at once, without and with graphs.
+A trial comes first: the step runs with experts that answer at once, without and with graphs.
 Logits must agree bit for bit, and the graphs must be faster. Otherwise the machine does not use
 graphs. A note gives the measurement, or `--verbose` where graphs pay.
 """
@@ -36,7 +36,7 @@ from moeinf.models.layers.kv_cache import KvCache, Span
 from moeinf.models.layers.moe import Done
 from moeinf.offload.gpu_tier.layer_runner import ByTable
 
-_BEFORE = 2  # tokens of a text decoded without graphs: a short answer does not pay for a rehearsal
+_BEFORE = 2  # tokens of a text decoded without graphs: a short answer does not pay for a trial
 _ROUNDS = 5  # with and without graphs, alternating
 _MOST = 4  # tapes that are kept
 _IDLE = 64  # tokens without a replay after which a tape may be dropped
@@ -80,12 +80,12 @@ class GraphedStep:
     """A DecodeStep. It replays a tape for the tokens of a single request, once there is one."""
 
     def __init__(self, step: DecodeStep, graphs: Graphs, tell: Callable[[str, bool], None]) -> None:
-        """Wrap `step`. tell: receives a rehearsal's message, and whether graphs are used."""
+        """Wrap `step`. tell: receives the outcome of the trial, and whether graphs are used."""
         self._step, self._graphs, self._tell = step, graphs, tell
         self._tapes: dict[_Key, _Tape] = {}
         self._seen: WeakKeyDictionary[KvCache, int] = WeakKeyDictionary()  # without a tape
         self._tokens = 0  # of single requests
-        self.pays: bool | None = None  # None: not rehearsed yet
+        self.pays: bool | None = None  # None: not tried yet
         self._forgotten = False
 
     def __call__(

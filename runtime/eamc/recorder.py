@@ -1,4 +1,4 @@
-"""Record a model's routing at the `Experts` seam.
+"""Record a model's routing at the `Experts` interface.
 
 Every pass becomes an iEAM. The iEAMs of a request are summed to one rEAM per phase. Rows that were
 not accepted do not count. An optional recording keeps each event, with weights and hints.
@@ -25,13 +25,13 @@ from moeinf.offload.routing.trace import (
     RoutingShape,
     Tracer,
 )
-from moeinf.offload.store.all_there import WholeLayers
+from moeinf.offload.store.resident_layers import NativeLayerExperts
 from moeinf.runtime.library.manifest import Manifest
 
 _PASSES = 64  # counted in one batch: between two tokens, all counting code has left the CPU caches
 
 
-class Recorder(WholeLayers):
+class Recorder(NativeLayerExperts):
     """`Experts` that forward to other experts and record the routing. Results never change."""
 
     def __init__(self, experts: Experts, shape: RoutingShape) -> None:
@@ -79,13 +79,13 @@ class Recorder(WholeLayers):
         return pending
 
     def slots(self, layer: int) -> SlotKernel | None:
-        """See WholeLayers."""
+        """See NativeLayerExperts."""
         experts = self._experts
-        return experts.slots(layer) if isinstance(experts, WholeLayers) else None
+        return experts.slots(layer) if isinstance(experts, NativeLayerExperts) else None
 
     def computed(self, layer: int, ids: Tensor, weights: Tensor, events: int) -> None:
         """Forward to the experts and record the routing, as submit does."""
-        assert isinstance(self._experts, WholeLayers)
+        assert isinstance(self._experts, NativeLayerExperts)
         self._experts.computed(layer, ids, weights, events)
         self._keep(layer, ids, weights)
 

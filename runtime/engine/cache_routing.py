@@ -27,7 +27,7 @@ from moeinf.runtime.library.manifest import Manifest
 
 
 class CannotRoute(UnusableInput):
-    """The router of a model leaves no choice to `--route cache-aware`."""
+    """The router of a model does not allow `--route cache-aware`."""
 
     code = "cannot_route"
     hint = "--skip-below, which works with every model"
@@ -39,13 +39,13 @@ def check_route(manifest: Manifest) -> None:
     if manifest.encoder_layers:
         problem = "it is an encoder-decoder"
     elif manifest.top_k <= always_kept(manifest.top_k):
-        problem = "a token has one expert, which always stays"
+        problem = "each token has one expert, which is always kept"
     elif manifest.top_k == manifest.experts:
         problem = "a token has all experts of a layer"
     elif manifest.family == "phimoe":
         problem = "phimoe defines the weights of the best two experts alone"
     if problem is not None:
-        raise CannotRoute(f"--route: {manifest.model} cannot route by its cache ({problem})")
+        raise CannotRoute(f"--route cache-aware: {manifest.model} cannot use it ({problem})")
 
 
 def _in_torch(router: Any) -> Any:

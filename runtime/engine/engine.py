@@ -61,7 +61,7 @@ Result = TypeVar("Result")
 class Engine:
     """Runs one model. Not thread-safe: one thread drives it. Made by `Engine.open` alone.
 
-    info       the facts that faces show
+    info       facts that the command line and the server show
     tokenizer, template, grammars    turn texts into tokens and back; no template: a base model
     store      the expert store
     draft      the model or the layers that draft tokens; None: only the text suggests them
@@ -69,7 +69,7 @@ class Engine:
     gpu        the GPU in use; None: the CPU computes everything
     tracing    the numbers of requests and what they route
     memory     the experts' part of RAM, which can change between passes
-    notes      lines that a face should print (`take_notes`)
+    notes      lines to print for the user (`take_notes`)
     """
 
     def __init__(

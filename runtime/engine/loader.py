@@ -283,7 +283,7 @@ def open_store(
     return ExpertStore(
         tiers,
         runner,
-        wishes=first.wishes,
+        most_prefetches=first.most_prefetches,
         hints=first.hints,
         choose=choose,
         worth_share=_WORTH_SHARE,

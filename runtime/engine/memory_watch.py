@@ -46,7 +46,7 @@ class MemoryWatch:
         self._thread.start()
 
     def look(self) -> None:
-        """Move slots if the free memory asks for it."""
+        """Move slots if the free memory requires it."""
         memory, size, free = self._memory, self._slot_bytes, self._free()
         if free < LOW * self._total:
             self._quiet_since = None
@@ -77,6 +77,6 @@ class MemoryWatch:
         while not self._closed.wait(EVERY_S):
             try:
                 self.look()
-            except Exception as error:  # an engine that fails for another reason tells it itself
+            except Exception as error:  # an engine that fails for another reason reports it itself
                 self._memory.tell(f"the memory of experts stays as it is: {error}")
                 return

@@ -1,7 +1,7 @@
 """Change the memory of a running engine's experts between two passes.
 
 Any thread may ask. A pass holds the lock, and a thread that runs passes without a pause makes the
-moves that were asked for before the next one: a lock alone would let it go first forever.
+the requested moves before the next one: a lock alone would let it go first forever.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LOOK_EVERY_S = 0.05
 
 
 class Watch(Protocol):
-    """A thread that asks for moves by itself."""
+    """A thread that requests moves by itself."""
 
     def start(self) -> None: ...
 
@@ -103,7 +103,7 @@ class MovingMemory:
         self.watched_by(None)
 
     def _serve(self) -> None:
-        """Make the moves that were asked for. The caller holds the lock."""
+        """Make the requested moves. The caller holds the lock."""
         while self._asked:
             slots, why, done = self._asked.popleft()
             try:

@@ -45,7 +45,7 @@ class TextStates:
 
     @property
     def end(self) -> int:
-        """The place behind the last known one."""
+        """The position after the last known one."""
         return self.start + len(self._tokens)
 
     def follow(self, batch: Sequence[tuple[Sequence[int], State]], x: Tensor) -> None:

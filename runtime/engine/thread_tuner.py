@@ -22,7 +22,7 @@ _FAR = 1.25  # times the time, which ends a trial
 
 
 class ThreadTuner:
-    """Tells the number of threads of the next step, and takes the time of each.
+    """Chooses the number of threads of the next step from the measured times.
 
     Threads never change a result. So a wrong choice costs time only, until the next trial.
     """

@@ -18,7 +18,7 @@ from moeinf.runtime.text.reasoning import Kind, Parser, parser_for
 
 
 class Conversation:
-    """Messages with one model and the KV cache behind them."""
+    """A conversation with one model, and its KV cache."""
 
     def __init__(self, engine: Engine, system: str = "", now: str | None = None) -> None:
         self._engine = engine

@@ -17,7 +17,7 @@ from moeinf.runtime.config import PREFILL_CHUNK
 from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.engine.request_tracing import RequestTracing
 from moeinf.runtime.generation.answer import Answer
-from moeinf.runtime.generation.drafts.draft_gate import Account
+from moeinf.runtime.generation.drafts.draft_gate import DraftStats
 from moeinf.runtime.generation.drafts.lookup import Lookup
 from moeinf.runtime.generation.events import Ended, Request, TokenInfo
 from moeinf.runtime.sampling.grammar import Constraint
@@ -69,7 +69,7 @@ class Running:
     logits: NDArray[np.float32] | None = None  # of the last pass, before a token is chosen
     states: NDArray[np.float64] | None = None  # [D], the sum over the prompt; of embeddings only
     lookup: Lookup | None = None  # from the first pass on that may check a draft
-    drafts: Account = field(default_factory=Account)
+    drafts: DraftStats = field(default_factory=DraftStats)
 
     @property
     def prefilled(self) -> bool:
@@ -79,14 +79,14 @@ class Running:
         )
 
     def read(self, seconds: float, tracing: RequestTracing) -> None:
-        """Count the time of a window of the prompt; tell its routing to a request that asks."""
+        """Count the time of a window of the prompt; report its routing if the request wants it."""
         self.prefill_seconds += seconds
         if self.request.routed is not None:
             with suppress(Exception):  # an answer matters more than its record
                 self.request.routed(tracing.so_far(self.number), False)
 
     def left(self, eam: RequestEam | None) -> None:
-        """Tell the routing of the whole request to one that asks."""
+        """Report the routing of the whole request if it wants it."""
         if self.request.routed is not None:
             self.request.routed(eam, True)
 

@@ -171,7 +171,7 @@ def _guarded(value: Any, tokenizer: Tokenizer) -> Any:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Give every text in a value, keys too, in any order."""
+    """Yield every text in a value, keys too, in any order."""
     left = [value]
     while left:
         one = left.pop()

@@ -76,7 +76,7 @@ def on_device(engine: Engine, store: StoreStats, steps: int) -> dict[str, Any] |
 
 
 def foresight(store: StoreStats, steps: int) -> dict[str, Any]:
-    """Return the causes of decode hits, the use of reads ahead, and the time of decisions.
+    """Return the causes of decode hits, the use of prefetches, and the time of decisions.
 
     `steps` are decode passes. `run --json` and `bench --json` have the same keys.
     """

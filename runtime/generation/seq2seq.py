@@ -49,7 +49,7 @@ def converse(
     if isinstance(model, EncoderDecoder):
         return Sources(engine, model, languages)
     if languages != Languages():
-        raise BadLanguage(f"{engine.info.name} does not take languages: --src and --tgt")
+        raise BadLanguage(f"{engine.info.name} does not translate: leave out --src and --tgt")
     return Conversation(engine, system, now)
 
 
@@ -66,7 +66,7 @@ class Sources(Conversation):
             self._source_token = _token(engine, languages.source or DEFAULT_LANGUAGE)
             self._begin.append(_token(engine, languages.target))
         elif languages != Languages():
-            raise BadLanguage(f"{engine.info.name} does not take languages: --src and --tgt")
+            raise BadLanguage(f"{engine.info.name} does not translate: leave out --src and --tgt")
 
     def ask(
         self,

@@ -11,7 +11,7 @@ _JOINED = ("system", "developer", "user")
 
 
 def later_systems(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the system messages behind the first turn."""
+    """Return the system messages after the first turn."""
     turns = dropwhile(lambda message: message.get("role") in _SYSTEM, messages)
     return [message for message in turns if message.get("role") in _SYSTEM]
 
@@ -20,7 +20,7 @@ def strict_turns(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any
     """Return messages in an order that every template takes.
 
     Coding agents send system messages between turns, and several turns of the user. A system
-    message behind the first turn becomes a turn of the user. Messages of the system, or of the
+    message after the first turn becomes a turn of the user. Messages of the system, or of the
     user, that follow each other become one.
     """
     found: list[Mapping[str, Any]] = []

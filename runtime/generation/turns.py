@@ -64,7 +64,7 @@ def _head(messages: Sequence[Mapping[str, Any]]) -> int:
 def _cuts(
     messages: Sequence[Mapping[str, Any]], head: int
 ) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Give each place from which on messages may stay, with the earlier ones that stay too.
+    """Yield each place from which on messages may stay, with the earlier ones that stay too.
 
     A later cut drops more. No cut is between a call and its result.
     """

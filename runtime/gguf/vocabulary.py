@@ -116,7 +116,7 @@ def _byte_pairs(found: Vocabulary, merges: list[tuple[str, str]], words: Words) 
 
 
 def _added(found: Vocabulary) -> Iterator[dict[str, Any]]:
-    """Give the tokens that are cut out of a text before its words."""
+    """Yield the tokens that are cut out of a text before its words."""
     for number, (text, kind) in enumerate(zip(found.texts, found.kinds, strict=True)):
         if kind in (UNKNOWN, CONTROL, USER):
             yield {

@@ -32,7 +32,7 @@ from moeinf.runtime.checkpoints.checkpoint import (
 )
 from moeinf.runtime.checkpoints.inventory import WantedParts, unfuse
 from moeinf.runtime.checkpoints.quantised.joining import joined
-from moeinf.runtime.checkpoints.row_samples import Likeness, Read, compare, cosine_limit
+from moeinf.runtime.checkpoints.row_samples import CosineSimilarity, Read, compare, cosine_limit
 from moeinf.runtime.hub.download import Fetcher, fetch_bytes, fetch_small
 from moeinf.runtime.hub.listing import Repository
 
@@ -88,8 +88,8 @@ def compare_rows(
         kind = min(wrong, key=lambda kind: wrong[kind])
         name = next(pair.ours.name for pair in pairs if pair.kind == kind)
         raise OtherWeights(
-            f"{name} differs from {kind} of {base.name}: the cosine of some of their rows is "
-            f"{wrong[kind]:.2f}, where {likenesses[kind][0]} is the least, and "
+            f"{name} differs from {kind} of {base.name}: the cosine similarity of sampled rows is "
+            f"{wrong[kind]:.2f}, below {likenesses[kind][0]}; "
             f"{len(likenesses) - len(wrong)} of {len(likenesses)} kinds of tensors agree"
         )
     return len(likenesses)
@@ -97,22 +97,22 @@ def compare_rows(
 
 def _compared(
     pairs: list[_Pair], our_read: Read, their_read: Read
-) -> Mapping[str, tuple[float, Likeness]]:
-    """Return, by kind, the least cosine and the likeness of its rows."""
-    found = [Likeness() for _ in pairs]
+) -> Mapping[str, tuple[float, CosineSimilarity]]:
+    """Return, by kind, the least cosine and the similarity of its rows."""
+    found = [CosineSimilarity() for _ in pairs]
 
-    def one(pair: _Pair, likeness: Likeness) -> bool:
-        return compare(pair.ours, our_read, pair.theirs, their_read, likeness)
+    def one(pair: _Pair, similarity: CosineSimilarity) -> bool:
+        return compare(pair.ours, our_read, pair.theirs, their_read, similarity)
 
     with ThreadPoolExecutor(_THREADS) as pool:
         done = list(pool.map(one, pairs, found))
-    kinds: dict[str, tuple[float, Likeness]] = {}
-    for pair, likeness, compared in zip(pairs, found, done, strict=True):
+    kinds: dict[str, tuple[float, CosineSimilarity]] = {}
+    for pair, similarity, compared in zip(pairs, found, done, strict=True):
         if compared:
             limit = cosine_limit(pair.ours)
             before = kinds.get(pair.kind)
-            if before is None or likeness.cosine - limit < before[1].cosine - before[0]:
-                kinds[pair.kind] = limit, likeness
+            if before is None or similarity.cosine - limit < before[1].cosine - before[0]:
+                kinds[pair.kind] = limit, similarity
     return kinds
 
 

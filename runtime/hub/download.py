@@ -34,7 +34,7 @@ from moeinf.native import crc32c
 from moeinf.runtime.hub.http import BadAnswer, get
 
 PIECE_BYTES = 1 << 20  # a kill loses at most this much of each range in flight
-RANGE_BYTES = 32 << 20  # the most that one request asks for
+RANGE_BYTES = 32 << 20  # the most bytes of one request
 _MAX_WAIT_SECONDS = 60.0
 _REFUSED = {401, 403, 404, 410, 416, 451}
 
@@ -131,7 +131,7 @@ def _check_answer(file: RemoteFile, response: Any, start: int, stop: int) -> Non
     expected = f"bytes {start}-{stop - 1}/{file.size_bytes}"
     if not whole and (status != 206 or response.headers.get("content-range") != expected):
         answer = response.headers.get("content-range", "no range")
-        raise DownloadFailed(f"{file.name}: asked for {expected}, got status {status}, {answer}")
+        raise DownloadFailed(f"{file.name}: expected {expected}, got status {status}, {answer}")
 
 
 def _retry_after(value: str | None) -> float | None:
@@ -347,7 +347,7 @@ def _pieces(blocks: Iterator[bytes], wanted: int) -> Iterator[bytes]:
                 yield bytes(held[:PIECE_BYTES])
                 wanted -= PIECE_BYTES
                 del held[:PIECE_BYTES]
-            if len(held) == wanted:  # the server may send more than was asked for
+            if len(held) == wanted:  # the server may send more than was requested
                 break
     except HTTPError:
         if held:

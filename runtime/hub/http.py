@@ -62,7 +62,7 @@ def read_body(response: Any, stop: threading.Event) -> bytes:
     """Return the body of a response, uncompressed and of bounded size. Raises BadAnswer."""
     coding = response.headers.get("content-encoding", "identity")
     if coding.strip().lower() not in ("", "identity"):
-        raise BadAnswer(f"its answer is compressed ({coding[:40]!r}), which was not asked for")
+        raise BadAnswer(f"its answer is compressed ({coding[:40]!r}), which was not requested")
     body, deadline = bytearray(), time.monotonic() + _BODY_SECONDS
     for block in response.iter_raw():
         body += block

@@ -62,7 +62,7 @@ from moeinf.runtime.hub.download import (
 from moeinf.runtime.hub.listing import Repository
 from moeinf.runtime.hub.meter import Meter
 from moeinf.runtime.library.sources import CONVERTED_FILES, KEPT_FILES, MAX_KEPT_BYTES, Base
-from moeinf.runtime.library.staging import Workplace
+from moeinf.runtime.library.staging import StagingFolder
 from moeinf.runtime.sizes import Progress
 from moeinf.runtime.text.tokenizer import TOKENIZER
 
@@ -88,7 +88,7 @@ def fetcher_of(
 
 
 class HubSource:
-    """A repository's checkpoint, fetched file by file into `folder`, a part of a workplace.
+    """A repository's checkpoint, fetched file by file into `folder`, a part of a staging folder.
 
     The constructor fetches config, index and headers, so that all checks precede the first weight.
     `snapshot` is a folder in the Hugging Face cache. A file there with the promised hash is used
@@ -229,7 +229,7 @@ class HubSource:
     def _read(self, name: str, at: int, count: int) -> bytes:
         return fetch_bytes(self._fetcher, self._file(name), at, at + count)
 
-    def bring(self, work: Workplace, progress: Progress) -> Iterator[Path]:
+    def bring(self, work: StagingFolder, progress: Progress) -> Iterator[Path]:
         """Yield each file once it is complete and checked, and prefetch the next one."""
         phase = "downloading" if self.download_bytes() else "checking"
         meter = Meter(progress, phase, sum(file.size_bytes for file in self.files))

@@ -214,5 +214,5 @@ def _offline(
     assert cached is not None
     wanted = wanted if tag is not None else _in_its_format(wanted, cached)
     if missing := lacking(cached.folder):
-        note(f"the cache has no {', '.join(missing)}; offline the hub cannot be asked for it")
+        note(f"the cache has no {', '.join(missing)}; it cannot be downloaded offline")
     return wanted, LocalSource(cached, f"hub:{repository}", cached.folder.name)

@@ -99,7 +99,7 @@ def _imported(
     if made_before is None and library.has(name):
         before = read_manifest(library.folder(name))
         if before.defaults is None and before.source != storable(source.origin):
-            raise ModelExists(f"{name} exists already; `moeinf rm {name}` removes it")
+            raise ModelExists(f"{name} already exists; `moeinf rm {name}` removes it")
     said("parsing GGUF" if path.lower().endswith(_GGUF) else "parsing checkpoint")
     base = made_before or make(name, source, settings, note, bars)
     folder = library.folder(name)

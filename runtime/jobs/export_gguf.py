@@ -115,7 +115,7 @@ def export_gguf(
     """
     if os.path.lexists(target):
         if not force:
-            raise FileExists(f"{target} exists already")
+            raise FileExists(f"{target} already exists")
         check_regular(target)
     check_small_files(folder, manifest)
     _check_forms(folder, manifest)

@@ -29,7 +29,7 @@ Key = tuple[str, int, int, str]  # path, modification time, size, policy
 
 
 class NotRecorded(NotFound, LookupError):
-    """Nothing was recorded that could be replayed."""
+    """No recording exists that could be replayed."""
 
     code = "not_recorded"
 

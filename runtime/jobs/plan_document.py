@@ -10,7 +10,7 @@ from typing import Any
 
 from moeinf.offload.gpu_tier.miss_split import Miss
 from moeinf.runtime.hub.suggestions import fitting
-from moeinf.runtime.placement.decode_speed import Seen
+from moeinf.runtime.placement.decode_speed import MeasuredSpeed
 from moeinf.runtime.placement.gpu_plan import DevicePlacement
 from moeinf.runtime.placement.outlook import Outlook
 from moeinf.runtime.sizes import format_bytes
@@ -144,7 +144,7 @@ def _provenance(found: Outlook, sizes: str) -> dict[str, Any]:
     }
 
 
-def _measured(seen: Seen | None) -> float | None:
+def _measured(seen: MeasuredSpeed | None) -> float | None:
     return None if seen is None else _rounded(seen.tokens_per_s)
 
 

@@ -64,7 +64,7 @@ def link_model(
     with only_maker(folder, library.locks):
         before = read_manifest(folder) if library.has(name) else None
         if before is not None and not replaces(before):
-            raise ModelExists(f"{name} exists already; `moeinf rm {name}` removes it")
+            raise ModelExists(f"{name} already exists; `moeinf rm {name}` removes it")
         library.check_unused(name)
         check_not_demo(name)
         work = partial_folder(folder)

@@ -15,7 +15,7 @@ MOST_MESSAGES = 1024
 _SYSTEM = ("system", "developer")  # roles at the beginning of a request's messages
 
 
-class Said(Struct, frozen=True, forbid_unknown_fields=True):
+class DefaultMessage(Struct, frozen=True, forbid_unknown_fields=True):
     """A message that stands before those of every chat."""
 
     role: Literal["system", "user", "assistant"]
@@ -33,7 +33,7 @@ class Defaults(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
     system: str | None = None
     template: str | None = None
     parameters: dict[str, float | int | str | list[str]] = {}
-    messages: tuple[Said, ...] = ()
+    messages: tuple[DefaultMessage, ...] = ()
     licences: tuple[str, ...] = ()
 
     @property

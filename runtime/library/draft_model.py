@@ -14,7 +14,7 @@ _MOST_NAMED = 3
 
 
 class UnusableDraft(UnusableInput, ValueError):
-    """A model cannot draft for another one. hint: models on this machine that can, if any."""
+    """A model cannot be the draft model of another one. hint: models that can, if any."""
 
     code = "unusable_draft"
 

@@ -96,7 +96,7 @@ def ollama_name(name: str) -> str:
 
 
 def _of_ollama(root: Path) -> Iterator[LocalModel]:
-    """Give the models of manifests/HOST/NAMESPACE/NAME/TAG."""
+    """Yield the models of manifests/HOST/NAMESPACE/NAME/TAG."""
     for parts, path in _files(root / "manifests", 4):
         host, namespace, name, tag = parts
         kept = [] if host == _REGISTRY else [host, namespace]
@@ -143,7 +143,7 @@ def _digest(layer: dict[str, Any]) -> str:
 
 
 def _of_files(store: str, root: Path, depth: int) -> Iterator[LocalModel]:
-    """Give the GGUF files at a depth below a folder. A split file appears once.
+    """Yield the GGUF files at a depth below a folder. A split file appears once.
 
     Files that encode images (mmproj-….gguf) are left out.
     """
@@ -171,7 +171,7 @@ def _of_files(store: str, root: Path, depth: int) -> Iterator[LocalModel]:
 
 
 def _files(root: Path, depth: int) -> Iterator[tuple[tuple[str, ...], Path]]:
-    """Give the names below `root`, and the path, of each entry at a depth, in order.
+    """Yield the names below `root`, and the path, of each entry at a depth, in order.
 
     Links to folders are followed: the depth ends a loop. Folders that cannot be read are skipped.
     """

@@ -318,7 +318,7 @@ def _check_versions(model: str, found: _Versions) -> None:
     ):
         if version > ours > 0:
             raise NewerModel(
-                f"{model}: {what} {version} is newer than this moeinf, which knows {ours}"
+                f"{model}: {what} {version} is newer than this moeinf, which reads {ours}"
             )
         if 0 < version < ours:
             raise OlderModel(

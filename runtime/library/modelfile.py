@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 
 from moeinf.errors import UnusableInput
 from moeinf.runtime.invalid import InvalidValue
-from moeinf.runtime.library.defaults import Defaults, Said
+from moeinf.runtime.library.defaults import DefaultMessage, Defaults
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.ollama_options import OF_OTHER_ENGINES, OTHER_NAMES, READ, SAMPLING
 
@@ -50,7 +50,7 @@ class Modelfile:
     system: str | None = None
     template: str | None = None
     parameters: dict[str, Any] = field(default_factory=dict)
-    messages: list[Said] = field(default_factory=list)
+    messages: list[DefaultMessage] = field(default_factory=list)
     licences: list[str] = field(default_factory=list)
     without_effect: list[str] = field(default_factory=list)
 
@@ -146,7 +146,7 @@ def _message(found: Modelfile, value: str) -> None:
     if role.lower() not in _ROLES:
         raise InvalidValue(f"MESSAGE {role[:40]}: expected one of {', '.join(_ROLES)}")
     said = cast(Literal["system", "user", "assistant"], role.lower())
-    found.messages.append(Said(said, content))
+    found.messages.append(DefaultMessage(said, content))
 
 
 def _parameter(found: Modelfile, value: str) -> None:

@@ -32,12 +32,12 @@ _UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 class NotStopped(Failure, RuntimeError):
-    """A process received SIGTERM and still runs."""
+    """A process received SIGTERM and is still running."""
 
     code = "not_stopped"
 
     def __init__(self, pid: int, seconds: float) -> None:
-        super().__init__(f"process {pid} was asked to end and still runs after {seconds:.0f} s")
+        super().__init__(f"process {pid} still runs {seconds:.0f} s after SIGTERM")
         self.pid = pid
         self.hint = f"`kill -9 {pid}`"
 

@@ -21,7 +21,7 @@ from moeinf.runtime.checkpoints.checkpoint import (
     explained,
     read_exactly,
 )
-from moeinf.runtime.library.staging import Workplace
+from moeinf.runtime.library.staging import StagingFolder
 from moeinf.runtime.sizes import Progress
 from moeinf.runtime.text.tokenizer import TOKENIZER
 
@@ -69,14 +69,14 @@ class Source(Protocol):
         ...
 
     def space_bytes(self) -> int:
-        """Return the most disk space that source files take in the workplace, in bytes."""
+        """Return the most disk space that source files take in the staging folder, in bytes."""
         ...
 
     def small_files(self) -> Checkpoint:
         """Fetch config, tokenizer and other small files, and return the checkpoint with them."""
         ...
 
-    def bring(self, work: Workplace, progress: Progress) -> Iterable[Path]:
+    def bring(self, work: StagingFolder, progress: Progress) -> Iterable[Path]:
         """Yield each source file that `work` still needs, once it is local and checked."""
         ...
 
@@ -135,7 +135,7 @@ class LocalSource:
             read_exactly(file.fileno(), memoryview(data), at, path)
         return bytes(data)
 
-    def bring(self, work: Workplace, progress: Progress) -> Iterator[Path]:
+    def bring(self, work: StagingFolder, progress: Progress) -> Iterator[Path]:
         yield from (path for path in self._paths() if path.name not in work.done)
         for name, about in self._look().items():
             if self._files.get(name) != about:

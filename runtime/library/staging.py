@@ -63,7 +63,7 @@ class PullInProgress(Conflict, RuntimeError):
     hint = "the same command when that pull has ended"
 
 
-class Workplace:
+class StagingFolder:
     """The folder and its journal. Not thread-safe."""
 
     def __init__(self, folder: Path, making: Mapping[str, object]) -> None:
@@ -262,15 +262,17 @@ def taken_on_drives(folder: Path) -> int:
 
 
 @contextmanager
-def workplace(target: Path, locks: Path, making: Mapping[str, object]) -> Iterator[Workplace]:
-    """Yield the workplace for the model folder `target`. Its files stay after a failure.
+def staging_folder(
+    target: Path, locks: Path, making: Mapping[str, object]
+) -> Iterator[StagingFolder]:
+    """Yield the staging folder for the model folder `target`. Its files stay after a failure.
 
     Raises PullInProgress if another process is making the model.
     """
     with only_maker(target, locks):
         # A replaced model that a killed process did not delete.
         remove_folder(old_folder(target), ignore_errors=True)
-        yield Workplace(partial_folder(target), making)
+        yield StagingFolder(partial_folder(target), making)
 
 
 @contextmanager

@@ -169,8 +169,8 @@ def _replace(
         record = replace(write_file(aside, path, header, data), path=name)
         if record != manifest.file(name):
             raise CannotRepair(
-                f"the source of {manifest.model} has changed since: {name} would become another "
-                "file; pull the model again"
+                f"the source of {manifest.model} has changed since the pull: {name} differs; "
+                "pull the model again"
             )
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (aside / path).replace(folder / name)

@@ -28,7 +28,7 @@ class DeviceNotChosen(DeviceUnavailable):
 
 
 class NoKernels(DeviceUnavailable):
-    """There is a GPU, but this installation cannot compute on it."""
+    """There is a GPU, but this installation cannot use it."""
 
     code = "no_kernels"
     hint = (

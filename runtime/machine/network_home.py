@@ -57,7 +57,7 @@ def check_replica_home(home: Path, mounts: Path = _MOUNTS) -> None:
     """Raise SharedHome where a replica's home is on a network file system and can be written."""
     kind = network_type(home, mounts)
     if kind and os.access(_existing(home), os.W_OK):
-        raise SharedHome(f"MOEINF_HOME {home}: it is on a network file system ({kind})")
+        raise SharedHome(f"MOEINF_HOME {home} is on a network file system ({kind})")
 
 
 def _existing(folder: Path) -> Path:

@@ -34,7 +34,7 @@ class _Speed(Struct):
 
 
 @dataclass(frozen=True)
-class Seen:
+class MeasuredSpeed:
     """A measured speed. slots: of that run. tokens: the length of the prompt, for a prefill."""
 
     tokens_per_s: float
@@ -60,12 +60,12 @@ def remember_prefill(
         _remember(settings, model, f"{slots}{_PREFILL}", speed)
 
 
-def remembered_speed(settings: Settings, model: ModelName, slots: int) -> Seen | None:
+def remembered_speed(settings: Settings, model: ModelName, slots: int) -> MeasuredSpeed | None:
     """Return the measured speed of decoding with about `slots` slots, the nearest; or None."""
     return _nearest(settings, model, slots, "")
 
 
-def remembered_prefill(settings: Settings, model: ModelName, slots: int) -> Seen | None:
+def remembered_prefill(settings: Settings, model: ModelName, slots: int) -> MeasuredSpeed | None:
     """Return the measured speed of a prefill with about `slots` slots, the nearest; or None."""
     return _nearest(settings, model, slots, _PREFILL)
 
@@ -78,7 +78,7 @@ def _remember(settings: Settings, model: ModelName, key: str, speed: _Speed) -> 
     write_entries(path, dict(list(speeds.items())[-_MOST_ENTRIES:]))
 
 
-def _nearest(settings: Settings, model: ModelName, slots: int, suffix: str) -> Seen | None:
+def _nearest(settings: Settings, model: ModelName, slots: int, suffix: str) -> MeasuredSpeed | None:
     entries = read_entries(_path(settings, model))
     names = (key.removesuffix(suffix) for key in entries if key.endswith(suffix))
     counts = [int(n) for n in names if n.isascii() and n.isdigit() and len(n) <= _MOST_DIGITS]
@@ -87,7 +87,7 @@ def _nearest(settings: Settings, model: ModelName, slots: int, suffix: str) -> S
             break
         found = entry_of(entries, f"{count}{suffix}", _Speed)
         if found is not None:
-            return Seen(found.tokens_per_s, found.measured_at, count, found.tokens)
+            return MeasuredSpeed(found.tokens_per_s, found.measured_at, count, found.tokens)
     return None
 
 

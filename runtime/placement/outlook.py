@@ -23,7 +23,11 @@ from moeinf.runtime.machine.measurements import remembered_bus
 from moeinf.runtime.machine.memory import available_bytes, core_count
 from moeinf.runtime.placement.bandwidth import Speeds, measure, with_products
 from moeinf.runtime.placement.bounds import prefill_seconds, seconds_per_token, without_misses
-from moeinf.runtime.placement.decode_speed import Seen, remembered_prefill, remembered_speed
+from moeinf.runtime.placement.decode_speed import (
+    MeasuredSpeed,
+    remembered_prefill,
+    remembered_speed,
+)
 from moeinf.runtime.placement.draft_plan import place_both
 from moeinf.runtime.placement.plan import Placement
 from moeinf.runtime.sizes import MemorySize, format_bytes
@@ -84,10 +88,10 @@ class Outlook:
     bus: tuple[float, str] | None
     bound: float | None
     most: float | None
-    measured: Seen | None
+    measured: MeasuredSpeed | None
     prompt_tokens: int
     prefill_s: float | None
-    prefill_measured: Seen | None
+    prefill_measured: MeasuredSpeed | None
     problems: dict[str, str]
     fit: int | None = None
 

@@ -24,7 +24,7 @@ _CONTEXT_STEP = 256
 _LEAST_CONTEXT = 16  # the minimum for --ctx
 _WINDOW_SHARE, _WINDOW_BYTES = 1 / 8, 64 << 20  # of the experts' memory, and at least
 _PREFIX_SHARE, _SCARCE_SHARE = 1 / 2, 1 / 32  # of the RAM that experts leave; else of theirs
-_LOW_SHARE = 1 / 8  # of the experts' memory: copies in fewer bits, where these are asked for
+_LOW_SHARE = 1 / 8  # of the experts' memory: copies in fewer bits, if these are used
 _MOST_PREFIX_BYTES = 4 << 30
 _CONTEXT_SHARE = 0.25  # of the memory that --memory leaves: the KV cache, unless --ctx is given
 
@@ -238,8 +238,8 @@ def _context(
     if config.context is not None:
         if config.context > manifest.max_context:
             raise BadContext(
-                f"{manifest.model} has a context of {manifest.max_context} tokens, "
-                f"not {config.context}"
+                f"{manifest.model} has a context of at most "
+                f"{manifest.max_context} tokens, got {config.context}"
             )
         return config.context, None
     asked = None if manifest.defaults is None else manifest.defaults.options.limits.context

@@ -73,7 +73,7 @@ class PrefixFolder:
         self.bytes_used = 0
 
     def scan(self) -> Iterator[tuple[bytes, Header]]:
-        """Give key and header of every usable file of this tree, parents first."""
+        """Yield key and header of every usable file of this tree, parents first."""
         found = []
         for entry in self._entries():
             if entry.name.endswith(".partial"):

@@ -14,10 +14,10 @@ from moeinf.runtime.text.reasoning import HarmonyParser, overlap, parser_for
 from moeinf.runtime.text.tool_calls import Format, format_of
 from moeinf.runtime.text.tool_values import Unfinished
 
-Said = tuple[Literal["thinking", "answer"], str] | Call
+AnswerPart = tuple[Literal["thinking", "answer"], str] | Call
 
 
-class Speech:
+class AnswerParser:
     """A parser that takes an answer's text and gives (kind, text) pieces and calls.
 
     Texts are never empty. prompt: the end of the prompt. Without tools no call is recognised.
@@ -27,23 +27,23 @@ class Speech:
         self._parser = parser_for(template, prompt)
         self._tools = tools
         if isinstance(self._parser, HarmonyParser):
-            self._parser.hears_calls = bool(tools)
+            self._parser.parses_calls = bool(tools)
         form = format_of(template) if tools else None
         self._calls = _Calls(form, tools) if form is not None else None
 
-    def add(self, text: str) -> Iterator[Said]:
-        """Parse a piece of text; give what is certain now."""
+    def add(self, text: str) -> Iterator[AnswerPart]:
+        """Parse a piece of text; yield what is certain so far."""
         for kind, piece in self._parser.add(text):
             yield from self._said(kind, piece)
 
-    def rest(self) -> Iterator[Said]:
-        """Give the held text at the end of the answer."""
+    def rest(self) -> Iterator[AnswerPart]:
+        """Yield the held text at the end of the answer."""
         for kind, piece in self._parser.rest():
             yield from self._said(kind, piece)
         if self._calls is not None:
             yield from self._calls.rest()
 
-    def _said(self, kind: str, piece: str) -> Iterator[Said]:
+    def _said(self, kind: str, piece: str) -> Iterator[AnswerPart]:
         if kind == "thinking":
             yield "thinking", piece
         elif kind == "call":
@@ -69,7 +69,7 @@ class _Calls:
         self._space = ""  # trailing space, given only if more text follows
         self._called = False  # the last output was a call: strip the space before the next text
 
-    def add(self, text: str) -> Iterator[Said]:
+    def add(self, text: str) -> Iterator[AnswerPart]:
         self._held += text
         while True:
             if self._inside is None:
@@ -97,7 +97,7 @@ class _Calls:
                 continue
             yield from self._ended(form, end + len(form.close), calls)
 
-    def rest(self) -> Iterator[Said]:
+    def rest(self) -> Iterator[AnswerPart]:
         while (form := self._inside) is not None:
             try:
                 calls = form.read(self._held, self._tools)
@@ -120,7 +120,7 @@ class _Calls:
             self._held = held[len(close) :]
         return True
 
-    def _ended(self, form: Format, size: int, calls: list[Call]) -> Iterator[Said]:
+    def _ended(self, form: Format, size: int, calls: list[Call]) -> Iterator[AnswerPart]:
         """End a call: give its calls, or give its text if it has no valid call.
 
         If an unmarked call is invalid, give only its mark. Its body is parsed again and may have a
@@ -138,7 +138,7 @@ class _Calls:
         else:
             yield from self._say(form.open)
 
-    def _say(self, text: str) -> Iterator[Said]:
+    def _say(self, text: str) -> Iterator[AnswerPart]:
         text = (self._space + text).lstrip() if self._called else self._space + text
         shown = text.rstrip()
         shown, self._space = _cut(text, len(shown))

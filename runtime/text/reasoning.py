@@ -34,11 +34,11 @@ class Parser(Protocol):
     """A parser that takes text in pieces and gives (kind, text) pieces. Texts are never empty."""
 
     def add(self, text: str) -> Iterator[tuple[Kind, str]]:
-        """Parse a piece of text; give what is certain now."""
+        """Parse a piece of text; yield what is certain so far."""
         ...
 
     def rest(self) -> Iterator[tuple[Kind, str]]:
-        """Give the held text at the end of the answer."""
+        """Yield the held text at the end of the answer."""
         ...
 
     @property
@@ -195,13 +195,13 @@ class TurnsParser(_Marked):
 class HarmonyParser(_Marked):
     """The parser of gpt-oss. `final`, and `commentary` without a recipient, are the answer.
 
-    A prompt ends with `<|start|>assistant`, so the stream starts with a header. With hears_calls, a
-    message to a function is given as ("call", "NAME ARGUMENTS") when it is complete.
+    A prompt ends with `<|start|>assistant`, so the stream starts with a header. With parses_calls,
+    a message to a function is given as ("call", "NAME ARGUMENTS") when it is complete.
     """
 
     def __init__(self) -> None:
         super().__init__(None)
-        self.hears_calls = False
+        self.parses_calls = False
         self._function = ""
         self._arguments = ""
 
@@ -225,7 +225,7 @@ class HarmonyParser(_Marked):
             self._become(None)
             return
         function = _FUNCTION.search(before)
-        if self.hears_calls and function is not None:
+        if self.parses_calls and function is not None:
             self._function = function[1]
             self._become("call")
             return

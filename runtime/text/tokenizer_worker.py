@@ -54,7 +54,7 @@ class BadTokenizer(ValueError):
 
 
 def texts() -> Iterator[str]:
-    """Give test texts: sentences, and runs of every kind of character.
+    """Yield test texts: sentences, and runs of every kind of character.
 
     A run reveals a pattern that takes exponential or cubic time.
     """

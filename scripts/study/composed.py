@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moeinf.offload.policy.base import Evictable, Passive, Policy, Setup, Weights, Wish
+from moeinf.offload.policy.base import Evictable, Passive, Policy, Prefetch, Setup, Weights
 from moeinf.offload.policy.table import POLICIES
 from moeinf.offload.routing.trace import Phase
 
@@ -65,5 +65,5 @@ class Composed(Passive):
         for policy in self._all:
             policy.forget(gone)
 
-    def prefetch(self, most: int) -> Sequence[Wish]:
+    def prefetch(self, most: int) -> Sequence[Prefetch]:
         return self._all[1].prefetch(most) if len(self._all) > 1 else ()

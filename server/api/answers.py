@@ -22,7 +22,7 @@ _MOST_WORDS = 2000  # characters: a request's names may have any length
 
 
 class BadRequest(InvalidValue):
-    """A request is malformed, or asks for something impossible."""
+    """A request is malformed, or requests something impossible."""
 
     code = "bad_request"
 

@@ -31,14 +31,14 @@ from moeinf.runtime.generation.events import (
 from moeinf.runtime.generation.prompts import Message, chat_prompt, text_prompt
 from moeinf.runtime.generation.turns import latest_turns
 from moeinf.runtime.requests import Limits
-from moeinf.runtime.text.answer_parser import Said, Speech
+from moeinf.runtime.text.answer_parser import AnswerParser, AnswerPart
 from moeinf.runtime.text.offered_tools import Call, Tool
 from moeinf.runtime.text.reasoning import thinks
 from moeinf.runtime.text.tool_calls import format_of, knows_tools
 from moeinf.server.api.answers import BadRequest, events
 from moeinf.server.api.prompts import refuse_sources
 from moeinf.server.engines.jobs import Job
-from moeinf.server.engines.model_manager import Host, Loaded
+from moeinf.server.engines.model_manager import Loaded, ModelManager
 
 if TYPE_CHECKING:
     from moeinf.runtime.engine.engine import Engine
@@ -47,22 +47,22 @@ _ID = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
 @dataclass(frozen=True)
-class Called:
-    """A call of a tool, as in the APIs: with an id of its own, and its place among the others."""
+class ToolCall:
+    """A tool call of an answer, as in the APIs. index: its number in the answer, from 0."""
 
     id: str
     index: int
     call: Call
 
 
-Part = tuple[Literal["thinking", "answer"], str] | Called
+Part = tuple[Literal["thinking", "answer"], str] | ToolCall
 
 
 @dataclass
 class Reply:
     """The parts of an answer so far."""
 
-    calls: list[Called] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
     _thinking: list[str] = field(default_factory=list)
     _answer: list[str] = field(default_factory=list)
 
@@ -81,7 +81,7 @@ class Reply:
         return reply
 
     def add(self, part: Part) -> None:
-        if isinstance(part, Called):
+        if isinstance(part, ToolCall):
             self.calls.append(part)
         elif part[0] == "thinking":
             self._thinking.append(part[1])
@@ -90,7 +90,7 @@ class Reply:
 
 
 @dataclass(frozen=True)
-class Heard:
+class AnswerPiece:
     """A piece of an answer in parts; empty while nothing is certain.
 
     tokens: of the answer so far; 0 for what remains at its end.
@@ -118,7 +118,7 @@ class Text:
         refuse_sources(engine)
         return text_prompt(engine, self._text)
 
-    def hear(self, text: str) -> Iterator[Part]:
+    def parse(self, text: str) -> Iterator[Part]:
         if text:
             yield "answer", text
 
@@ -153,7 +153,7 @@ class Chat(Text):
         self._strict = strict
         self._variables = variables
         self._most_calls = None if parallel_calls else 1
-        self._speech: Speech | None = None
+        self._speech: AnswerParser | None = None
         self._id_length = 0
         self._calls = 0
 
@@ -167,7 +167,7 @@ class Chat(Text):
         refuse_sources(engine)
         ids = self._shifted(engine) if self.shift else self._ids(engine, self._messages)
         if template is not None:
-            self._speech = Speech(template, engine.tokenizer.tail(ids), self._tools)
+            self._speech = AnswerParser(template, engine.tokenizer.tail(ids), self._tools)
             form = format_of(template)
             self._id_length = form.id_length if form is not None else 0
         return ids
@@ -185,9 +185,9 @@ class Chat(Text):
         self.dropped = len(said) - len(kept)
         return ids
 
-    def hear(self, text: str) -> Iterator[Part]:
+    def parse(self, text: str) -> Iterator[Part]:
         if self._speech is None:
-            yield from super().hear(text)
+            yield from super().parse(text)
         else:
             yield from self._numbered(self._speech.add(text))
 
@@ -195,53 +195,53 @@ class Chat(Text):
         if self._speech is not None:
             yield from self._numbered(self._speech.rest())
 
-    def _numbered(self, said: Iterator[Said]) -> Iterator[Part]:
+    def _numbered(self, said: Iterator[AnswerPart]) -> Iterator[Part]:
         for part in said:
             if not isinstance(part, Call):
                 yield part
             elif self._most_calls is None or self._calls < self._most_calls:
                 name = "".join(secrets.choice(_ID) for _ in range(self._id_length or 24))
-                yield Called(name if self._id_length else f"call_{name}", self._calls, part)
+                yield ToolCall(name if self._id_length else f"call_{name}", self._calls, part)
                 self._calls += 1
 
 
 async def begun(
     request: HttpRequest, model: str, job: Job, turn: Text
-) -> tuple[Loaded, AsyncIterator[Heard | Reading | Ended | Failed]]:
+) -> tuple[Loaded, AsyncIterator[AnswerPiece | Reading | Ended | Failed]]:
     """Load the model and submit the job; return the answer's events once the first has come.
 
-    Raises what Host.model and events raise, and the error of a Failed that comes first, so that a
-    status can still report it.
+    Raises what ModelManager.model and events raise. If the first event is Failed, raises its error:
+    the HTTP status can still report it.
     """
-    host: Host = request.app.state.host
+    host: ModelManager = request.app.state.host
     loaded = await host.model(model)
     answer = events(loaded, job, request)
     first = await anext(answer)
     if isinstance(first, Failed):
         raise first.error
-    return loaded, heard(first, answer, turn)
+    return loaded, parsed(first, answer, turn)
 
 
-async def heard(
+async def parsed(
     first: Event, answer: AsyncGenerator[Event], turn: Text
-) -> AsyncIterator[Heard | Reading | Ended | Failed]:
+) -> AsyncIterator[AnswerPiece | Reading | Ended | Failed]:
     """Yield an answer's events with its text in parts; the last is Ended or Failed."""
     event = first
     while isinstance(event, Piece | Reading):
         if isinstance(event, Reading):
             yield event
         else:
-            yield Heard(list(turn.hear(event.text)), event.info, event.tokens)
+            yield AnswerPiece(list(turn.parse(event.text)), event.info, event.tokens)
         event = await anext(answer)
     assert isinstance(event, Ended | Failed)  # vectors are of jobs that embed
     rest = list(turn.end())
     if rest:
-        yield Heard(rest)
+        yield AnswerPiece(rest)
     yield event
 
 
 def experts_since(loaded: Loaded) -> Callable[[], dict[str, int]]:
-    """Return what tells the uses of experts from now on, those of other requests included."""
+    """Return a function that counts the uses of experts from now on, by all requests."""
     engine = loaded.worker.engine
     if engine is None:
         return dict
@@ -268,7 +268,7 @@ def progress_of(event: Reading) -> dict[str, int]:
     }
 
 
-def called_ollama(called: Called) -> dict[str, Any]:
+def called_ollama(called: ToolCall) -> dict[str, Any]:
     """Return a call in Ollama's form: arguments are values."""
     call = called.call
     function = {"index": called.index, "name": call.name, "arguments": call.arguments}

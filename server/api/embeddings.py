@@ -22,12 +22,12 @@ from moeinf.runtime.generation.events import Ended, Failed, Vector
 from moeinf.runtime.requests import Limits, SamplingOptions
 from moeinf.server.api.answers import BadRequest, events
 from moeinf.server.api.fields.bounds import Inputs, Tokens
-from moeinf.server.api.fields.optional import Said
+from moeinf.server.api.fields.optional import RequestObject
 from moeinf.server.api.fields.other import Lenient
 from moeinf.server.api.ollama_options import read_options
 from moeinf.server.api.prompts import embedding_prompt
 from moeinf.server.engines.jobs import Job
-from moeinf.server.engines.model_manager import Host, Loaded
+from moeinf.server.engines.model_manager import Loaded, ModelManager
 from moeinf.server.http.bodies import JsonRoute
 from moeinf.server.http.json_text import dump
 from moeinf.server.http.request_log import notes_of
@@ -41,7 +41,7 @@ _Input = str | list[int]
 _Vector: TypeAlias = "NDArray[np.float32]"
 
 
-class OllamaRequest(Said):
+class OllamaRequest(RequestObject):
     model: str
     input: str | Inputs[str]
     truncate: bool = True
@@ -50,7 +50,7 @@ class OllamaRequest(Said):
     dimensions: int | None = None
 
 
-class OldOllamaRequest(Said):
+class OldOllamaRequest(RequestObject):
     model: str
     prompt: str
     options: dict[str, Any] = Field(default_factory=dict)
@@ -93,7 +93,7 @@ async def embed_as_before(asked: OldOllamaRequest, request: Request) -> dict[str
 @router.post("/v1/embeddings")
 async def embed_for_openai(asked: OpenAIRequest, request: Request) -> Response:
     asked.check_others(request)
-    host: Host = request.app.state.host
+    host: ModelManager = request.app.state.host
     inputs = _listed(asked.input)
     loaded = await host.model(asked.model)
     _check_length(loaded, asked.dimensions)
@@ -136,7 +136,7 @@ async def _model(
 
     Options of generation have no effect, but invalid ones fail.
     """
-    host: Host = request.app.state.host
+    host: ModelManager = request.app.state.host
     context = read_options(asked.options).limits.context
     notes_of(request).ignore(asked.options)
     keep_alive = None if asked.keep_alive is None else parse_duration(asked.keep_alive)

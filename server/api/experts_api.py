@@ -11,7 +11,7 @@ from fastapi.responses import StreamingResponse
 
 from moeinf.errors import NotFound, Unavailable
 from moeinf.server.api.answers import BadRequest
-from moeinf.server.engines.model_manager import Host, Loaded
+from moeinf.server.engines.model_manager import Loaded, ModelManager
 from moeinf.server.http.bodies import JsonRoute
 from moeinf.server.http.json_text import Answer, dump
 
@@ -26,7 +26,7 @@ router = APIRouter(route_class=JsonRoute)
 
 
 class NotLoaded(NotFound, LookupError):
-    """The model is not loaded, so that no expert of it is anywhere."""
+    """The model is not loaded, so its experts are nowhere in memory."""
 
     code = "not_loaded"
     hint = "`moeinf run MODEL`, which loads it"
@@ -34,7 +34,7 @@ class NotLoaded(NotFound, LookupError):
 
 
 class TooManyStreams(Unavailable, RuntimeError):
-    """The most clients that may watch experts at once do so already."""
+    """The maximum number of clients is already watching experts."""
 
     code = "too_many_streams"
     hint = "the same request later"
@@ -61,7 +61,7 @@ async def experts(
     found = await asyncio.to_thread(_watched, loaded, engine)
     if stream:
         if len(app.expert_streams) >= MOST_STREAMS:
-            raise TooManyStreams(f"{MOST_STREAMS} clients watch experts already")
+            raise TooManyStreams(f"{MOST_STREAMS} clients are watching experts already")
         lines = _lines(found)
         app.expert_streams.add(lines)  # until it is freed, at the end of its response
         return StreamingResponse(lines, media_type="application/x-ndjson")
@@ -83,7 +83,7 @@ async def _lines(found: ExpertMap) -> AsyncIterator[str]:
         await asyncio.sleep(EVERY_S)
 
 
-async def _loaded(host: Host, model: str) -> Loaded:
+async def _loaded(host: ModelManager, model: str) -> Loaded:
     """Return the model of that name, or the only one. Raises NotLoaded, BadRequest, NoSuchModel."""
     running = host.loaded()
     if not model:

@@ -10,14 +10,14 @@ from fastapi import APIRouter, Request
 from moeinf.offload.store.budget import DoesNotFit
 from moeinf.runtime.sizes import parse_memory_or_auto
 from moeinf.server.api.answers import BadRequest
-from moeinf.server.api.fields.optional import Said
-from moeinf.server.engines.model_manager import Host
+from moeinf.server.api.fields.optional import RequestObject
+from moeinf.server.engines.model_manager import ModelManager
 from moeinf.server.http.bodies import JsonRoute
 
 router = APIRouter(route_class=JsonRoute)
 
 
-class MemoryRequest(Said):
+class MemoryRequest(RequestObject):
     """memory: a size (6GiB), a number of bytes, a share of all experts (50%), or auto."""
 
     model: str
@@ -27,7 +27,7 @@ class MemoryRequest(Said):
 @router.post("/api/memory")
 async def memory(asked: MemoryRequest, request: Request) -> dict[str, Any]:
     """Return the memory that the experts have from now on."""
-    host: Host = request.app.state.host
+    host: ModelManager = request.app.state.host
     name, _ = await asyncio.to_thread(host.library.find, asked.model)
     found = [one for one in host.loaded() if one.manifest.model == name]
     engine = found[0].worker.engine if found else None

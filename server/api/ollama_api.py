@@ -27,23 +27,23 @@ from moeinf.runtime.text.tool_calls import knows_tools
 from moeinf.runtime.version import version
 from moeinf.server.api.answers import BadRequest, events, noted, words_of
 from moeinf.server.api.chat_turn import (
+    AnswerPiece,
     Chat,
-    Heard,
     Reply,
     Text,
     called_ollama,
     experts_since,
-    heard,
+    parsed,
     progress_of,
 )
 from moeinf.server.api.fields.bounds import Few, Listed, Tokens
-from moeinf.server.api.fields.optional import Said
+from moeinf.server.api.fields.optional import RequestObject
 from moeinf.server.api.logprobs import token_words
 from moeinf.server.api.ollama_options import read_options, without_effect
 from moeinf.server.api.openai_format import lossy_of
 from moeinf.server.api.prompts import MessageExtras
 from moeinf.server.engines.jobs import Job
-from moeinf.server.engines.model_manager import Host, Loaded
+from moeinf.server.engines.model_manager import Loaded, ModelManager
 from moeinf.server.http.bodies import JsonRoute
 from moeinf.server.http.json_text import Answer, dump
 from moeinf.server.http.request_log import notes_of
@@ -58,7 +58,7 @@ class Message(MessageExtras):
     images: Few[str] | None = None
 
 
-class Asked(Said):
+class GenerationFields(RequestObject):
     """The common fields of generate and chat. Unknown ones are ignored."""
 
     model_config = ConfigDict(extra="allow")
@@ -74,7 +74,7 @@ class Asked(Said):
     top_logprobs: int = Field(0, ge=0, le=20)
 
 
-class GenerateRequest(Asked):
+class GenerateRequest(GenerationFields):
     prompt: str = ""
     system: str = ""
     raw: bool = False
@@ -83,12 +83,12 @@ class GenerateRequest(Asked):
     context: Tokens | None = None
 
 
-class ChatRequest(Asked):
+class ChatRequest(GenerationFields):
     messages: Listed[Message] = Field(default_factory=list)
     tools: Listed[dict[str, Any]] = Field(default_factory=list)
 
 
-class ModelRequest(Said):
+class ModelRequest(RequestObject):
     """A request that names a model: old clients send `name`, new ones `model`."""
 
     model: str = ""
@@ -148,13 +148,13 @@ async def chat(asked: ChatRequest, request: Request) -> Response:
 
 async def _answer(
     request: Request,
-    asked: Asked,
+    asked: GenerationFields,
     turn: Text,
     nothing_to_say: bool,
     said: Callable[[Reply], dict[str, Any]],
 ) -> Response:
     """Answer, streamed or whole. Without a prompt the model is only loaded, or unloaded."""
-    host: Host = request.app.state.host
+    host: ModelManager = request.app.state.host
     if asked.template:
         raise BadRequest("template is not supported: the model has its own", "template")
     options = read_options(asked.options)
@@ -178,7 +178,7 @@ async def _answer(
     first = await anext(answer)
     if isinstance(first, Failed):
         raise first.error
-    told = heard(first, answer, turn)
+    told = parsed(first, answer, turn)
     if asked.stream:
         lines = _stream(loaded, told, form, request.app.state.settings)
         return StreamingResponse(lines, media_type="application/x-ndjson")
@@ -212,7 +212,7 @@ class _Form:
 
 async def _stream(
     loaded: Loaded,
-    answer: AsyncIterator[Heard | Reading | Ended | Failed],
+    answer: AsyncIterator[AnswerPiece | Reading | Ended | Failed],
     form: _Form,
     settings: Settings,
 ) -> AsyncIterator[str]:
@@ -233,7 +233,7 @@ async def _stream(
 
 
 async def _whole(
-    loaded: Loaded, answer: AsyncIterator[Heard | Reading | Ended | Failed], form: _Form
+    loaded: Loaded, answer: AsyncIterator[AnswerPiece | Reading | Ended | Failed], form: _Form
 ) -> Response:
     reply, found = Reply(), list[Any]()
     async for event in answer:
@@ -249,8 +249,8 @@ async def _whole(
     raise AssertionError("an answer has an end")
 
 
-def _probabilities(loaded: Loaded, event: Heard) -> list[dict[str, Any]]:
-    """Return the log-probabilities of the new token, if they were asked for."""
+def _probabilities(loaded: Loaded, event: AnswerPiece) -> list[dict[str, Any]]:
+    """Return the log-probabilities of the new token, if they were requested."""
     engine = loaded.worker.engine
     return [] if event.info is None or engine is None else [token_words(engine, event.info)]
 
@@ -273,14 +273,14 @@ def _figures(ended: Ended, form: _Form) -> dict[str, Any]:
 
 @router.get("/api/tags")
 def tags(request: Request) -> dict[str, Any]:
-    host: Host = request.app.state.host
+    host: ModelManager = request.app.state.host
     found = [entry.manifest for entry in host.library.installed()]
     return {"models": [_described(manifest) for manifest in found if manifest is not None]}
 
 
 @router.get("/api/ps")
 def ps(request: Request) -> dict[str, Any]:
-    host: Host = request.app.state.host
+    host: ModelManager = request.app.state.host
     loading = [{"model": str(name), **vars(read)} for name, read in host.starting().items()]
     return {"models": [_living(loaded) for loaded in host.loaded()], "loading": loading}
 
@@ -310,7 +310,7 @@ def _living(loaded: Loaded) -> dict[str, Any]:
 
 @router.post("/api/show")
 def show(asked: ModelRequest, request: Request) -> dict[str, Any]:
-    host: Host = request.app.state.host
+    host: ModelManager = request.app.state.host
     m, folder = host.library.read(asked.wanted)
     from moeinf.runtime.text.tokenizer import chat_template
 
@@ -357,7 +357,7 @@ def copy(asked: CopyRequest, request: Request) -> Response:
 
 @router.delete("/api/delete")
 async def delete(asked: ModelRequest, request: Request) -> Response:
-    host: Host = request.app.state.host
+    host: ModelManager = request.app.state.host
     await host.unload(asked.wanted, only_idle=True)
     await asyncio.to_thread(host.library.remove, asked.wanted)
     return Response()

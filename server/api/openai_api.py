@@ -21,21 +21,21 @@ from moeinf.runtime.requests import Limits
 from moeinf.runtime.sampling.grammar import call_of_one, json_of
 from moeinf.server.api.answers import BadRequest, noted, words_of
 from moeinf.server.api.chat_turn import (
-    Called,
+    AnswerPiece,
     Chat,
-    Heard,
     Reply,
     Text,
+    ToolCall,
     begun,
     progress_of,
 )
 from moeinf.server.api.fields.bounds import Few, Inputs, Listed, StopText, Tokens
-from moeinf.server.api.fields.optional import Said
+from moeinf.server.api.fields.optional import RequestObject
 from moeinf.server.api.fields.sampling import Sampled
 from moeinf.server.api.logprobs import LegacyWords, token_words
 from moeinf.server.api.openai_format import (
+    ChatTool,
     Message,
-    ToolAsked,
     ToolChoice,
     deltas_of,
     message_of,
@@ -47,7 +47,7 @@ from moeinf.server.api.openai_format import (
 from moeinf.server.api.prompts import refuse_sources
 from moeinf.server.api.tool_choice import chosen_tools, effort_of
 from moeinf.server.engines.jobs import Job
-from moeinf.server.engines.model_manager import Host, Loaded
+from moeinf.server.engines.model_manager import Loaded, ModelManager
 from moeinf.server.http.bodies import JsonRoute
 from moeinf.server.http.json_text import Answer, dump
 
@@ -59,12 +59,12 @@ _CONTEXT_EXCEEDED = "context_length_exceeded"  # OpenAI's code for a ContextExce
 _OPENING = {"role": "assistant", "content": ""}
 
 
-class StreamOptions(Said):
+class StreamOptions(RequestObject):
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
-class JsonSchema(Said):
+class JsonSchema(RequestObject):
     """A JSON schema. Without one, or with an empty one, any JSON value is valid."""
 
     name: str = "answer"
@@ -73,12 +73,12 @@ class JsonSchema(Said):
     description: str | None = None
 
 
-class ResponseFormat(Said):
+class ResponseFormat(RequestObject):
     type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: JsonSchema | None = None
 
 
-class Asked(Sampled):
+class CompletionFields(Sampled):
     """The common fields of both kinds of completions.
 
     max_tokens -1: until the context ends. return_progress is llama.cpp's.
@@ -101,20 +101,20 @@ class Asked(Sampled):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
-class ChatRequest(Asked):
+class ChatRequest(CompletionFields):
     messages: Listed[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=-1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     response_format: ResponseFormat | None = None
-    tools: Listed[ToolAsked] | None = None
+    tools: Listed[ChatTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class CompletionRequest(Asked):
+class CompletionRequest(CompletionFields):
     prompt: str | Inputs[str] | Tokens
     logprobs: int | None = Field(None, ge=0, le=20)
 
@@ -237,7 +237,7 @@ async def completions(asked: CompletionRequest, request: Request) -> Response:
 
 async def _answer(
     request: Request,
-    asked: Asked,
+    asked: CompletionFields,
     job: Job,
     turn: Text,
     kind: _Kind,
@@ -266,8 +266,8 @@ async def _answer(
 
 async def _stream(
     loaded: Loaded,
-    answer: AsyncIterator[Heard | Reading | Ended | Failed],
-    asked: Asked,
+    answer: AsyncIterator[AnswerPiece | Reading | Ended | Failed],
+    asked: CompletionFields,
     turn: Text,
     kind: _Kind,
     word: Callable[[Engine, TokenInfo], Any],
@@ -276,7 +276,7 @@ async def _stream(
 ) -> AsyncIterator[str]:
     """Yield SSE. An error is an event of its own, and no [DONE] follows it.
 
-    A prompt's progress is a comment, which clients skip, unless they have asked for it.
+    A prompt's progress is a comment, which clients skip, unless they have requested it.
     """
     usage = asked.stream_options is not None and asked.stream_options.include_usage
     extra = {"usage": None} if usage else {}
@@ -300,7 +300,7 @@ async def _stream(
             else:
                 yield f": prompt {event.read}/{event.tokens} tokens\n\n"
             continue
-        called = called or any(isinstance(part, Called) for part in event.parts)
+        called = called or any(isinstance(part, ToolCall) for part in event.parts)
         found = _words(loaded, event, word)
         deltas = [delta for part in event.parts for delta in deltas_of(part)]
         for delta in deltas or ([{"content": ""}] if found else []):
@@ -309,7 +309,9 @@ async def _stream(
     yield "data: [DONE]\n\n"
 
 
-def _words(loaded: Loaded, event: Heard, word: Callable[[Engine, TokenInfo], Any]) -> list[Any]:
+def _words(
+    loaded: Loaded, event: AnswerPiece, word: Callable[[Engine, TokenInfo], Any]
+) -> list[Any]:
     engine = loaded.worker.engine
     return [] if event.info is None or engine is None else [word(engine, event.info)]
 
@@ -317,7 +319,7 @@ def _words(loaded: Loaded, event: Heard, word: Callable[[Engine, TokenInfo], Any
 @router.get("/models")
 def models(request: Request) -> dict[str, Any]:
     """Return all models, in the forms of OpenAI and Anthropic at once."""
-    host: Host = request.app.state.host
+    host: ModelManager = request.app.state.host
     found = [entry.manifest for entry in host.library.installed()]
     data = [_described(m) for m in found if m is not None]
     ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {}
@@ -326,7 +328,7 @@ def models(request: Request) -> dict[str, Any]:
 
 @router.get("/models/{name:path}")
 def model(name: str, request: Request) -> dict[str, Any]:
-    host: Host = request.app.state.host
+    host: ModelManager = request.app.state.host
     return _described(host.library.read(name)[0])
 
 

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from moeinf.runtime.generation.events import Ended
 from moeinf.server.api.answers import BadRequest
-from moeinf.server.api.chat_turn import Called, Part, Reply
+from moeinf.server.api.chat_turn import Part, Reply, ToolCall
 from moeinf.server.api.fields.bounds import Listed
 from moeinf.server.api.prompts import MessageExtras
 
@@ -42,7 +42,7 @@ class _Function(_Named):
     parameters: dict[str, Any] | None = None
 
 
-class ToolAsked(BaseModel):
+class ChatTool(BaseModel):
     """A tool that may be called."""
 
     type: Literal["function"] = "function"
@@ -56,7 +56,7 @@ class ToolChoice(BaseModel):
     function: _Named
 
 
-def offered_by(tools: list[ToolAsked]) -> list[dict[str, Any]]:
+def offered_by(tools: list[ChatTool]) -> list[dict[str, Any]]:
     """Return tools in the templates' form, which is OpenAI's."""
     return [{"type": "function", **tool.model_dump(exclude_unset=True)} for tool in tools]
 
@@ -74,7 +74,7 @@ def message_of(reply: Reply) -> dict[str, Any]:
 
 def deltas_of(part: Part) -> list[dict[str, Any]]:
     """Return a part of a streamed answer: a call is its name, then its arguments."""
-    if not isinstance(part, Called):
+    if not isinstance(part, ToolCall):
         kind, text = part
         return [{"content" if kind == "answer" else "reasoning_content": text}]
     whole = _called(part)
@@ -90,7 +90,7 @@ def reason_of(ended: Ended, called: bool) -> str:
     return "tool_calls" if called else "stop"
 
 
-def _called(called: Called) -> dict[str, Any]:
+def _called(called: ToolCall) -> dict[str, Any]:
     function = {"name": called.call.name, "arguments": called.call.text()}
     return {"id": called.id, "type": "function", "function": function}
 

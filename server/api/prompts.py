@@ -14,34 +14,34 @@ from moeinf.runtime.generation.prompts import cut_text, text_prompt
 from moeinf.runtime.requests import Limits
 from moeinf.server.api.answers import BadRequest
 from moeinf.server.api.fields.bounds import Listed
-from moeinf.server.api.fields.optional import Said
+from moeinf.server.api.fields.optional import RequestObject
 
 if TYPE_CHECKING:
     from moeinf.runtime.engine.engine import Engine
 
 
-class _FunctionSaid(BaseModel):
+class _PastFunction(BaseModel):
     model_config = ConfigDict(extra="allow")
     name: str
     arguments: dict[str, Any] | str | None = None
 
 
-class CallSaid(Said):
-    """A call of an earlier turn, in the form that either API sends back."""
+class PastToolCall(RequestObject):
+    """A tool call of an earlier turn, as a client sends it back in either API."""
 
     model_config = ConfigDict(extra="allow")
     id: str | None = None
-    function: _FunctionSaid
+    function: _PastFunction
 
 
-class MessageExtras(Said):
+class MessageExtras(RequestObject):
     """The keys of a message beside role and content; templates may read more."""
 
     model_config = ConfigDict(extra="allow")
     thinking: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: Listed[CallSaid] | None = None
+    tool_calls: Listed[PastToolCall] | None = None
     tool_call_id: str | None = None
     tool_name: str | None = None
     name: str | None = None

@@ -1,1 +1,1 @@
-"""Serve one address from replicas in a Ray cluster. Imported only where one is asked for."""
+"""Serve one address from replicas in a Ray cluster. Imported only for `serve --cluster`."""

@@ -38,8 +38,8 @@ from moeinf.runtime.config import (
 )
 from moeinf.runtime.machine.network_home import check_replica_home
 from moeinf.runtime.sizes import MemorySize, parse_memory_or_auto
-from moeinf.server.cluster.doors import Doors
 from moeinf.server.cluster.failures import NoCluster
+from moeinf.server.cluster.ingress import Ingress
 from moeinf.server.cluster.replica import Replica
 from moeinf.server.cluster.request_router import ExpertRouter
 from moeinf.server.serve import MOST_CONNECTIONS
@@ -115,18 +115,18 @@ def build(args: Mapping[str, Any]) -> Application:
 def application(
     config: EngineConfig, server: ServerSettings, settings: ClusterSettings
 ) -> Application:
-    """Return doors in an actor, behind Serve's HTTP proxy, and their replicas."""
+    """Return the ingress in an actor, behind Serve's HTTP proxy, and their replicas."""
     retry = settings.retry
 
-    def doors() -> Doors:  # called in the actor that has the doors
+    def ingress() -> Ingress:  # called in the actor that runs it
         app = serve.get_replica_context().app_name
-        return Doors(serve.get_deployment_handle(REPLICA, app), server, retry)
+        return Ingress(serve.get_deployment_handle(REPLICA, app), server, retry)
 
-    entry = serve.deployment(serve.ingress(doors)()).options(
-        name="doors",
+    entry = serve.deployment(serve.ingress(ingress)()).options(
+        name="ingress",
         ray_actor_options={"num_cpus": 0},
         max_ongoing_requests=MOST_CONNECTIONS,
-        graceful_shutdown_timeout_s=settings.drain_s,  # an update replaces the doors, too
+        graceful_shutdown_timeout_s=settings.drain_s,  # an update replaces it, too
         graceful_shutdown_wait_loop_s=_DRAIN_LOOK_S,
     )
     return entry.bind(deployment(config, server, settings))
@@ -192,7 +192,7 @@ def deployment(
 @contextmanager
 def running(
     address: str, config: EngineConfig, server: ServerSettings, settings: ClusterSettings
-) -> Iterator[Doors]:
+) -> Iterator[Ingress]:
     """Run replicas while the context lasts, in a new cluster (`local`) or in one that runs.
 
     Raises NoCluster.
@@ -209,7 +209,7 @@ def running(
         if not local:
             settings = replace(settings, drives=drives_of(settings, ray.cluster_resources()))
         replicas = deployment(config, server, settings, alone=local)
-        yield Doors(_run(address, replicas, None), server, settings.retry)
+        yield Ingress(_run(address, replicas, None), server, settings.retry)
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Answer requests in an actor: the whole application, called in memory instead of by a socket.
 
-The doors (doors.py) send a request's ASGI scope and body, and receive the ASGI messages of its
+The ingress (ingress.py) sends the ASGI scope and body of a request, and gets the messages of the
 answer. So every endpoint, stream and error is the one of a single machine.
 """
 
@@ -17,7 +17,7 @@ from weakref import ReferenceType, ref
 
 import numpy as np
 
-from moeinf.offload.replicas.asked import Asked
+from moeinf.offload.replicas.route_keys import RouteKeys
 from moeinf.offload.replicas.router import Observed, Published
 from moeinf.offload.routing.trace import RequestEam
 from moeinf.runtime.config import EngineConfig, ServerSettings, read_environment
@@ -31,7 +31,7 @@ _MOST_PREFIXES = 1 << 12  # published per model
 _MOST_OBSERVED = 64  # requests, published at a time
 _MOST_NAMES = 64  # of models, as clients write them
 _GOODBYE_S = 5.0  # for an answer whose client has gone to end by itself
-_QUEUE = 64  # messages of an answer that the doors have not taken
+_QUEUE = 64  # messages of an answer that the ingress has not taken
 
 
 class _Model:
@@ -44,20 +44,20 @@ class _Model:
         self._worker: ReferenceType[Any] | None = None  # when it changes, its KV is gone
         self.number = 0
 
-    def ended(self, asked: Asked) -> None:
+    def ended(self, keys: RouteKeys) -> None:
         """Note that the KV of a request's prompt is here."""
-        for digest in asked.prefixes:
+        for digest in keys.prefixes:
             self.prefixes[digest] = None
             self.prefixes.move_to_end(digest)
         while len(self.prefixes) > _MOST_PREFIXES:
             self.prefixes.popitem(last=False)
 
-    def routed(self, asked: Asked, eam: RequestEam | None, ended: bool) -> None:
+    def routed(self, keys: RouteKeys, eam: RequestEam | None, ended: bool) -> None:
         """Note a request's routing so far, or in the end. The engine's thread calls this."""
         if eam is None:
             return
         with self._lock:
-            self.observed[asked.number] = Observed(asked.number, eam.prefill + eam.decode, ended)
+            self.observed[keys.number] = Observed(keys.number, eam.prefill + eam.decode, ended)
             while len(self.observed) > _MOST_OBSERVED:
                 self.observed.popitem(last=False)
 
@@ -87,7 +87,7 @@ class Replica:
     ) -> None:
         """Build the application, without a model. Its folder is that of the machine it runs on."""
         keep_heap_small()
-        # The doors have checked key, origin and host.
+        # The ingress has checked key, origin and host.
         inner = replace(server, api_key=None, origins=("*",))
         self._app = create_app(read_environment(), inner, config, say)
         self._models: OrderedDict[str, _Model] = OrderedDict()
@@ -98,11 +98,11 @@ class Replica:
         await self._life.__aenter__()
 
     async def answer(
-        self, scope: dict[str, Any], body: bytes, asked: Asked
+        self, scope: dict[str, Any], body: bytes, keys: RouteKeys
     ) -> AsyncIterator[MutableMapping[str, Any]]:
         """Yield the ASGI messages of the answer. Leaving early cancels the request.
 
-        asked: what the router has read.
+        keys: what the router has read.
         """
         messages: asyncio.Queue[MutableMapping[str, Any] | None] = asyncio.Queue(_QUEUE)
         gone = asyncio.Event()
@@ -115,11 +115,11 @@ class Replica:
             return {"type": "http.disconnect"}
 
         async def run() -> None:
-            model = self._model(asked.model)
-            ROUTED.set(lambda eam, ended: model.routed(asked, eam, ended))
+            model = self._model(keys.model)
+            ROUTED.set(lambda eam, ended: model.routed(keys, eam, ended))
             try:
                 await self._app({**scope, "state": {}}, receive, messages.put)
-                model.ended(asked)
+                model.ended(keys)
             finally:
                 await messages.put(None)
 
@@ -134,7 +134,7 @@ class Replica:
                 await _ended(task, messages)
 
     def record_routing_stats(self) -> dict[str, Any]:
-        """Return what the doors read: each loaded model's Published by name, and the metrics."""
+        """Return what the ingress reads: each loaded model's Published by name, and the metrics."""
         found = {}
         loaded = {str(one.manifest.model): one for one in self._app.state.host.loaded()}
         for name, model in list(self._models.items()):

@@ -1,6 +1,6 @@
 """Route requests of Ray Serve by the ranks of offload/replicas/router.py.
 
-Ray calls this in the process of the doors. A replica's `record_routing_stats` (replica.py) comes
+Ray calls this in the process of the ingress. A replica's `record_routing_stats` (replica.py) comes
 with its wrapper as `routing_stats`. Ray sends this class by value, so it has copies of this
 module's names: what must exist once is in routing_counts.py. Ray's API for routers is alpha:
 constraints.txt pins its version.
@@ -12,8 +12,8 @@ from collections import Counter, OrderedDict
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from moeinf.offload.replicas.asked import Asked
 from moeinf.offload.replicas.names import DEFAULT_ROUTER, RouterName
+from moeinf.offload.replicas.route_keys import RouteKeys
 from moeinf.offload.replicas.router import BAND, Candidate, Published, Router
 from moeinf.server.cluster import routing_counts
 
@@ -31,7 +31,7 @@ class ExpertRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types her
         self.by_model: dict[str, Router] = {}
         self._options = kind, seed, band
         self._running: Counter[str] = Counter()  # requests sent from here, by replica
-        self._counted: OrderedDict[int, None] = OrderedDict()  # Asked.number of the last requests
+        self._counted: OrderedDict[int, None] = OrderedDict()  # numbers of the last requests
         routing_counts.ROUTERS.add(self)
 
     async def choose_replicas(
@@ -40,17 +40,17 @@ class ExpertRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types her
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
         """Return one replica per rank, the best first. A full one passes a request to the next."""
-        asked = None if pending_request is None else pending_request.kwargs.get("asked")
+        keys = None if pending_request is None else pending_request.kwargs.get("keys")
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True
-        if not isinstance(asked, Asked):
+        if not isinstance(keys, RouteKeys):
             return [candidate_replicas]
-        candidates = [self._candidate(asked.model, replica) for replica in candidate_replicas]
-        router = self._router(asked.model)
-        choice = router.choose(asked, candidates)
-        if asked.number not in self._counted:  # else it is routed again, after a failure
-            router.sent(asked, candidates[choice.order[0]].name, choice.reason)
-            self._counted[asked.number] = None
+        candidates = [self._candidate(keys.model, replica) for replica in candidate_replicas]
+        router = self._router(keys.model)
+        choice = router.choose(keys, candidates)
+        if keys.number not in self._counted:  # else it is routed again, after a failure
+            router.sent(keys, candidates[choice.order[0]].name, choice.reason)
+            self._counted[keys.number] = None
             if len(self._counted) > _MOST_COUNTED:
                 self._counted.popitem(last=False)
         return [[candidate_replicas[place]] for place in choice.order]
@@ -68,7 +68,7 @@ class ExpertRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types her
         name = replica.replica_id.unique_id
         stats = replica.routing_stats or {}
         published = stats.get("models", {}).get(model)
-        elsewhere = self.replica_queue_len_cache.get(replica.replica_id) or 0  # by other doors, too
+        elsewhere = self.replica_queue_len_cache.get(replica.replica_id) or 0  # by others
         return Candidate(
             name,
             max(self._running[name], elsewhere),

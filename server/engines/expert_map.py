@@ -27,7 +27,7 @@ HEAT_SHIFT = 4
 
 @dataclass(frozen=True)
 class Moment:
-    """Counters at one time; a frame describes what lies between two. at: time.monotonic()."""
+    """Counters at one time; a frame describes the time between two. at: time.monotonic()."""
 
     at: float
     passes: int

@@ -76,8 +76,8 @@ class Loaded:
             self.users -= 1
 
 
-class Host:
-    """The models that are loaded now. They expire only while `run` runs."""
+class ModelManager:
+    """Load models on demand, and unload them. They expire only while `run` runs."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Host:
         config: EngineConfig,
         tell: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Build an empty host. tell: receives each choice and note of an engine, on its thread."""
+        """Start without models. tell: receives each choice and note of an engine, on its thread."""
         self.library = Library(settings)
         self._tell = tell
         self._settings = settings
@@ -95,7 +95,7 @@ class Host:
         self._loaded: dict[ModelName, Loaded] = {}
         self._loading: dict[ModelName, asyncio.Lock] = {}
         self._starting: dict[ModelName, LoadProgress] = {}
-        self._own_context: dict[ModelName, int] = {}  # in tokens, where no request asked for one
+        self._own_context: dict[ModelName, int] = {}  # in tokens, where no request named one
         self._closing: set[asyncio.Future[bool]] = set()
         self._unended: list[Worker] = []  # closed, and possibly still running
 

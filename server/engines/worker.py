@@ -205,7 +205,7 @@ class Worker:
             return None
 
     def _count(self, job: Job) -> None:
-        """Tell how many tokens a job's prompt has."""
+        """Report how many tokens a job's prompt has."""
         assert self.engine is not None
         try:
             job.emit(Ended("stop", prompt_tokens=len(job.prepare(self.engine))))

@@ -96,13 +96,13 @@ class Body:
 
     def _count(self) -> None:
         if self._bytes > self._most:
-            raise BodyTooLong(f"a body has at most {self._most} bytes")
+            raise BodyTooLong(f"the body must have at most {self._most} bytes")
         if not self._streamed:
             self._take(max(0, self._bytes - FREE_BYTES) - self._taken)
 
     def _take(self, more: int) -> None:
         if not self._budget.take(more):
-            words = "the requests of all clients are too long together: try again"
+            words = "the bodies of all requests are too long together: try again"
             raise BodiesTooLong(words, {"Retry-After": "1"})
         self._taken += more
 

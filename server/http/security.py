@@ -39,7 +39,7 @@ _LOCAL = ("localhost", "127.0.0.1", "::1", "0.0.0.0")  # noqa: S104  # names, no
 _APPS = ("app://*", "file://*", "tauri://*", "vscode-file://*", "vscode-webview://*")
 _UNREGISTRABLE = (".localhost", ".local", ".internal")  # RFC 6761, RFC 6762, ICANN in 2024
 _OPEN = ("/health", "/", "/api/version")  # answered without an API key
-_PAGE = "/page/"  # the same: files that tell nothing, and ask for the key
+_PAGE = "/page/"  # the same: files without secrets; the page itself asks for the key
 
 
 class Guard:
@@ -94,19 +94,20 @@ class Guard:
             size + sum(len(name) + len(value) + 4 for name, value in scope["headers"])
             > HEADER_BYTES
         ):
-            return HeadersTooLong(f"line and headers have at most {HEADER_BYTES} bytes")
+            words = f"the request line and headers must have at most {HEADER_BYTES} bytes"
+            return HeadersTooLong(words)
         if "transfer-encoding" in headers and "content-length" in headers:
             words = "Transfer-Encoding and Content-Length both give the body's length"
             return TwoLengths(words)
         host = _host_name(headers.get("host", ""))
         silent = not host and scope["http_version"] == "1.0"  # browsers always send Host
         if not (silent or self._is_ours(host)):
-            words = f"Host {host[:80]!r} is not known here; MOEINF_ORIGINS can name it"
+            words = f"Host {host[:80]!r} is not allowed; add it to MOEINF_ORIGINS"
             return UnknownHost(words)
         origin = headers.get("origin")
         own_page = _is_address(host) and origin in _pages_at(headers.get("host", ""))
         if origin is not None and not (own_page or self._may(origin)):
-            return UnknownOrigin(f"Origin {origin[:80]!r} is not allowed; see MOEINF_ORIGINS")
+            return UnknownOrigin(f"Origin {origin[:80]!r} is not allowed; add it to MOEINF_ORIGINS")
         key = self._settings.api_key
         open_path = scope["path"] in _OPEN or scope["path"].startswith(_PAGE)
         if key is not None and not open_path and scope["method"] != "OPTIONS":
@@ -119,7 +120,7 @@ class Guard:
         length = headers.get("content-length", "0")
         most = self._most_bytes(scope)
         if not length.isdecimal() or len(length) > 20 or int(length) > most:
-            return BodyTooLong(f"a body has at most {most} bytes")
+            return BodyTooLong(f"the body must have at most {most} bytes")
         return None
 
     def _most_bytes(self, scope: Any) -> int:

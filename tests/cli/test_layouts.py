@@ -13,7 +13,7 @@ def test_other_layouts_are_refused_and_a_pull_replaces_them(tmp_path: Path) -> N
     today = manifest.read_text()
     for layout, code, words in (
         (1, "older_model", "Q4 layout 1 is older than this moeinf, which reads 2"),
-        (3, "newer_model", "Q4 layout 3 is newer than this moeinf, which knows 2"),
+        (3, "newer_model", "Q4 layout 3 is newer than this moeinf, which reads 2"),
     ):
         manifest.write_text(json.dumps({**json.loads(today), "layout": layout}))
         refused = own("run", "demo:q4", "17+25=")

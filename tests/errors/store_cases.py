@@ -78,7 +78,7 @@ def _(_place: Place) -> list[str]:
 
 @case("shared_home")
 def _(place: Place) -> list[str]:
-    shared = SharedHome("MOEINF_HOME /srv/moeinf: it is on a network file system (nfs4)")
+    shared = SharedHome("MOEINF_HOME /srv/moeinf is on a network file system (nfs4)")
     place.raising(serve_command, "_cluster", shared)
     return ["serve", "--quiet", "--port", "0", "--cluster", "auto"]
 

@@ -19,7 +19,7 @@ from moeinf.runtime.library.processes import Registry
 from moeinf.server.api import experts_api
 from moeinf.server.cluster.failures import ReplicaLost
 from moeinf.server.engines.jobs import Busy, Unloaded
-from moeinf.server.engines.model_manager import Host
+from moeinf.server.engines.model_manager import ModelManager
 from moeinf.server.http import bodies
 from tests.errors.provoking import Place, check_words
 from tests.errors.tree import coded
@@ -160,7 +160,7 @@ PLANTED = {
 def test_an_error(code: str, place: Place) -> None:
     (kind,) = [kind for kind in coded() if kind.code == code]
     if code in PLANTED:
-        place.raising(Host, "model", PLANTED[code])
+        place.raising(ModelManager, "model", PLANTED[code])
     asked = CASES.get(code, generate())(place)
     with serving(place.home, **place.server) as address:
         answer = asked(address)
@@ -183,7 +183,7 @@ def test_an_error(code: str, place: Place) -> None:
 def test_the_form_that_openai_has(
     error: Exception, status: int, code: str, type: str, place: Place
 ) -> None:
-    place.raising(Host, "model", error)
+    place.raising(ModelManager, "model", error)
     with serving(place.home) as address:
         answer = httpx.post(f"{address}/v1/completions", json={"model": "demo", "prompt": "a"})
     assert answer.status_code == status

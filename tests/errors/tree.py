@@ -24,7 +24,7 @@ FLOORS = (
 )
 # These import Ray, which only `pip install 'moeinf[cluster]'` brings. They define no exceptions.
 WITH_RAY = frozenset(
-    f"moeinf.server.cluster.{name}" for name in ("doors", "launch", "request_router")
+    f"moeinf.server.cluster.{name}" for name in ("ingress", "launch", "request_router")
 )
 
 

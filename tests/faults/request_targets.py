@@ -28,7 +28,7 @@ from moeinf.runtime.text.chat_template import TemplateWorker
 from moeinf.runtime.text.tokenizer import Tokenizer
 from moeinf.server.app import create_app
 from moeinf.server.engines.jobs import Job
-from moeinf.server.engines.model_manager import Host, Loaded
+from moeinf.server.engines.model_manager import Loaded, ModelManager
 from tests.server.scripted import CHATML
 
 CONTEXT = 512  # tokens
@@ -149,7 +149,7 @@ class _Worker:
         job.emit(Ended("stop", len(ids), 0, (3, 3, 3), 0.0, 0.0, _INF if job.embed else 0.1))
 
 
-class _Host(Host):
+class _Host(ModelManager):
     async def model(
         self, name: str, keep_alive_s: float | None = None, context: int | None = None
     ) -> Loaded:

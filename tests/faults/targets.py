@@ -45,7 +45,7 @@ from moeinf.runtime.jobs.datasets.items import BadDataset, Wanted
 from moeinf.runtime.jobs.datasets.local import read_file
 from moeinf.runtime.library.library import DEMO_CHECKPOINT
 from moeinf.runtime.library.manifest import MANIFEST, DamagedModel, read_manifest
-from moeinf.runtime.library.staging import JOURNAL, Workplace
+from moeinf.runtime.library.staging import JOURNAL, StagingFolder
 from moeinf.runtime.names import ModelName
 from moeinf.runtime.sampling.sampler import model_defaults
 from moeinf.runtime.text.tokenizer import Tokenizer, end_tokens
@@ -191,7 +191,7 @@ def _journal(data: bytes, folder: Path) -> None:
     work = folder / "work"
     work.mkdir(exist_ok=True)
     (work / JOURNAL).write_bytes(data)
-    found = Workplace(work, _MAKING)
+    found = StagingFolder(work, _MAKING)
     assert all((work / path).resolve().is_relative_to(work) for path in found.files)
 
 

@@ -21,7 +21,7 @@ from tests.faults.conftest import EVERY, Tally
 
 # Allowed messages of a process that lost a race; any other failure is wrong.
 _FAIR = re.compile(
-    r"no model|is in use|another process is pulling|exists already|unfinished pull|"
+    r"no model|is in use|another process is pulling|already exists|unfinished pull|"
     r"is not what was pulled|cannot be read|[Nn]o such file|is using|in use by process|"
     r"--repair` restores them"  # verify, while rm deletes
 )

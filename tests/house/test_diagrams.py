@@ -27,5 +27,5 @@ def test_states_are_those_of_the_code() -> None:
     assert {state for move in moves for state in move} == states
     words = next(ROOT.glob("native/**/adaptive_core.h")).read_text()
     words += next(ROOT.glob("offload/**/residency.py")).read_text()
-    held = sorted(states - {"disk", "wished"})
+    held = sorted(states - {"disk", "queued"})
     assert [state for state in held if not re.search(rf"\b{state}\b", words)] == []

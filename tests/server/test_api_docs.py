@@ -16,7 +16,7 @@ def test_the_document_is_up_to_date() -> None:
     assert len(headings) == len(set(headings))
     places = {heading.lower().replace(" ", "-") for heading in headings}
     links = set(re.findall(r"\(#([^)]+)\)", text))
-    assert "callsaid" in links
+    assert "pasttoolcall" in links
     assert links <= places
 
 

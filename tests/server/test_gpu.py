@@ -23,7 +23,7 @@ from moeinf.server.api.answers import words_of
 from moeinf.server.api.ollama_api import _living
 from moeinf.server.engines.expert_map import GPU, USED, ExpertMap
 from moeinf.server.engines.jobs import Job
-from moeinf.server.engines.model_manager import Host, Loaded
+from moeinf.server.engines.model_manager import Loaded, ModelManager
 from tests.fake_device import FakeDevice
 from tests.native.fake_cuda import Fake
 
@@ -43,14 +43,16 @@ def devices(fake: Fake, monkeypatch: pytest.MonkeyPatch, new_to_gpus: None) -> l
     return found
 
 
-def with_host(fake: Fake, home: Path, memory: str, test: Callable[[Host], Awaitable[None]]) -> None:
+def with_host(
+    fake: Fake, home: Path, memory: str, test: Callable[[ModelManager], Awaitable[None]]
+) -> None:
     config = EngineConfig(
         memory=parse_memory("100%"), trace=False, device="cuda",
         device_memory=parse_memory(memory), miss="fetch", libcuda=fake.path,
     )  # fmt: skip
 
     async def serve() -> None:
-        host = Host(Settings(home), ServerSettings(), config)
+        host = ModelManager(Settings(home), ServerSettings(), config)
         keeper = asyncio.create_task(host.run())
         try:
             await test(host)
@@ -90,7 +92,7 @@ async def ended(loaded: Loaded) -> None:
 def test_a_fault_ends_the_engine(fake: Fake, devices: list[FakeDevice], demo_home: Path) -> None:
     """No pass will succeed: its memory is given back, and every client is told what helps."""
 
-    async def test(host: Host) -> None:
+    async def test(host: ModelManager) -> None:
         loaded = await host.model("demo:bf16")
         assert isinstance(await last(loaded), Ended)
         assert host.loaded() == [loaded]
@@ -120,7 +122,7 @@ def test_a_fault_ends_the_engine(fake: Fake, devices: list[FakeDevice], demo_hom
 def test_experts_on_the_gpu_are_shown(
     fake: Fake, devices: list[FakeDevice], demo_home: Path
 ) -> None:
-    async def test(host: Host) -> None:
+    async def test(host: ModelManager) -> None:
         loaded = await host.model("demo:bf16")
         engine = loaded.worker.engine
         assert engine is not None
@@ -143,7 +145,7 @@ def test_an_engine_without_a_slot_is_loaded_anew(
 ) -> None:
     """Others took the memory that was given up for a moment, and have gone since."""
 
-    async def test(host: Host) -> None:
+    async def test(host: ModelManager) -> None:
         loaded = await host.model("demo:bf16")
         devices[-1].no_memory = 1
         fake.configure("fail=cuMemAlloc:0:2:9")

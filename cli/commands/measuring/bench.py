@@ -49,7 +49,7 @@ Rounds = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="TTFT is the median of all but the first. Default: 3; 1 with --replay.",
+        help="Rounds; TTFT is the median without the first. Default: 3; 1 with --replay.",
         show_default=False,
     ),
 ]
@@ -57,7 +57,7 @@ Trace = Annotated[
     Path | None,
     typer.Option(
         metavar="TRACE",
-        help="Force this recorded routing onto the model, instead of a text's.",
+        help="Use the routing of this recording instead of the model's own.",
         show_default=False,
     ),
 ]
@@ -95,7 +95,7 @@ def bench(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Measure TTFT, TPOT, hit rate, bytes read per token, stalls, memory, and the CPU's floor.
+    """Measure TTFT, TPOT, hit rate, bytes read per token, stalls, memory, and the bound set by RAM.
 
     Example: moeinf bench demo --policies lru,adaptive --memory 30% --new-tokens 8
     """

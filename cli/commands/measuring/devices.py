@@ -49,9 +49,9 @@ def devices(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Measure memory and the models' drive in some 20 seconds; `plan` and `run` use the result.
+    """Measure memory and the models' drive in about 20 seconds; `plan` and `run` use the result.
 
-    Several folders in MOEINF_HOME are read at once.
+    If MOEINF_HOME has several folders, they are read at the same time.
 
     Example: moeinf devices
     """

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from moeinf.runtime.eamc.collection_file import EamcState
 
 eamc = typer.Typer(
-    help="Show, export, import or clear what a model remembers of past requests.",
+    help="Show, export, import or clear the EAMC: the experts that past requests used.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -43,7 +43,7 @@ def show(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Show how many requests it holds, which groups they form, and which experts they use.
+    """Show how many requests the EAMC holds, which groups they form, and which experts they use.
 
     Example: moeinf eamc show demo
     """

@@ -41,10 +41,11 @@ def evaluate_text(
     ],
     against: Annotated[
         str | None,
-        typer.Option(metavar="MODEL[:TAG]", help="Compare with this one.", show_default=False),
+        typer.Option(metavar="MODEL[:TAG]", help="Compare with this model.", show_default=False),
     ] = None,
     decode: Annotated[
-        bool, typer.Option("--decode", help="One token per pass, as an answer; adds its speed.")
+        bool,
+        typer.Option("--decode", help="Read one token per pass, as in decoding; adds the speed."),
     ] = False,
     skip_below: SkipBelow = 0.0,
     route: Route = None,

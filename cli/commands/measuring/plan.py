@@ -44,9 +44,9 @@ def plan(
 ) -> None:
     """Show whether a model runs here, how fast, and what it needs; load and pull nothing.
 
-    MODEL may also be a folder with a checkpoint. For a model that is not pulled yet, its headers
-    are read and every tag is shown. A bound is the most that the memory of this machine allows. A
-    measured speed is that of the last `moeinf run` with about this memory.
+    MODEL may also be a folder with a checkpoint. For a model that is not pulled yet, only headers
+    are read, and every tag is shown. A bound is the highest speed that this machine's memory
+    allows. A measured speed is that of the last `moeinf run` with about this memory.
 
     Example: moeinf plan demo --memory 30%
     """

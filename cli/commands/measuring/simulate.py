@@ -60,23 +60,29 @@ Sweep = Annotated[
 ]
 EamcCapacity = Annotated[
     int | None,
-    typer.Option(min=1, help="Requests remembered. Default: by the workload.", show_default=False),
+    typer.Option(
+        min=1, help="Entries of the EAMC. Default: chosen from the workload.", show_default=False
+    ),
 ]
-Late = Annotated[bool, typer.Option(help="Routing reaches the policy one pass late.")]
-Interleave = Annotated[int, typer.Option(min=1, help="Requests served in turn.")]
+Late = Annotated[bool, typer.Option(help="Report routing to the policy one pass late.")]
+Interleave = Annotated[int, typer.Option(min=1, help="Number of requests that run interleaved.")]
 Shift = Annotated[
     str | None,
     typer.Option(
         metavar="A,B",
-        help="First the requests labelled A or A:…, then B; A+C joins labels.",
+        help="Replay the requests labelled A or A:…, then those of B; A+C joins labels.",
         show_default=False,
     ),
 ]
-RamOverLink = Annotated[float, typer.Option(min=0.01, help="RAM ÷ link bandwidth.")]
+RamOverLink = Annotated[
+    float, typer.Option(min=0.01, help="RAM bandwidth divided by link bandwidth.")
+]
 Seed = Annotated[int, typer.Option(help="Seed of modelled hints.")]
 Plot = Annotated[
     Path | None,
-    typer.Option(parser=picture_path, metavar="OUT.png", help="A picture.", show_default=False),
+    typer.Option(
+        parser=picture_path, metavar="OUT.png", help="Draw a picture.", show_default=False
+    ),
 ]
 
 

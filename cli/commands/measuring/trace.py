@@ -42,7 +42,7 @@ def trace(
         typer.Argument(
             metavar="[MODEL[:TAG]]",
             show_default=False,
-            help="Default: the last one that was used.",
+            help="Default: the model used last.",
             autocompletion=installed_models,
         ),
     ] = None,
@@ -54,9 +54,11 @@ def trace(
             show_default=False,
         ),
     ] = "",
-    limit: Annotated[int, typer.Option(min=1, help="Prompts at most.")] = 100,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer at most.")] = 32,
-    shots: Annotated[int, typer.Option(min=0, max=5, help="Solved examples first (mmlu).")] = 5,
+    limit: Annotated[int, typer.Option(min=1, help="Most prompts to run.")] = 100,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens per answer.")] = 32,
+    shots: Annotated[
+        int, typer.Option(min=0, max=5, help="Solved examples before each question (mmlu).")
+    ] = 5,
     subset: Annotated[
         str | None,
         typer.Option(metavar="TASK[,TASK…]", help="Only these tasks.", show_default=False),
@@ -65,10 +67,12 @@ def trace(
         Path | None,
         typer.Option("--out", metavar="FILE.eam", help="Also write a recording for `simulate`."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the choice of prompts and of sampling.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed for choosing prompts and for sampling.")] = 0,
     src: Source = None,
     tgt: Target = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Prompts as they are, no template.")] = False,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Send prompts without the chat template.")
+    ] = False,
     memory: Memory = None,
     policy: PolicyName = DEFAULT_POLICY,
     ctx: Context = None,
@@ -76,7 +80,7 @@ def trace(
     json: Json = False,
     quiet: Quiet = False,
 ) -> int:
-    """Run a data set's prompts and record which experts they use.
+    """Run the prompts of a data set and record which experts they use.
 
     Example: moeinf trace demo --dataset demo --limit 20 --memory 30% --out demo.eam
     """
@@ -84,7 +88,7 @@ def trace(
     _check(dataset, out_file)
     if model is None:
         model = str(Library(settings).last_used())
-        out.note(f"tracing {model}, the last one that was used")
+        out.note(f"tracing {model}, the model used last")
     config = engine_config(settings, memory, ctx, policy, threads)
     prompts = _items(dataset, subset, limit, shots, seed, settings, out)
     manifest, folder = ensure(model, settings, out)

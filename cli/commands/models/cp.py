@@ -21,7 +21,7 @@ def cp(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Copy a model under a new name by hard links, which take no space.
+    """Copy a model to a new name with hard links, which take no space.
 
     Example: moeinf cp demo mine
     """

@@ -29,11 +29,11 @@ def create(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Make a name with defaults of its own from a Modelfile, over the files of another model.
+    """Create a model from a Modelfile: the files of another model with defaults of its own.
 
     A Modelfile has FROM (a model, or ./FILE.gguf), and SYSTEM, PARAMETER, TEMPLATE (in Jinja),
-    MESSAGE and LICENSE as in Ollama. The name takes no space of its own: its files are links.
-    Requests are stronger than the defaults. A name that was created is replaced.
+    MESSAGE and LICENSE as in Ollama. The new model takes no space: its files are links. Requests
+    override the defaults. A model that `create` made before is replaced.
 
     Example: moeinf create mario -f Modelfile
     """

@@ -17,7 +17,7 @@ ID_DIGITS = 12  # of the digest, as in Ollama
 def list_models(json: Json = False, quiet: Quiet = False) -> None:
     """List the models on this machine.
 
-    BITS are those of a weight in experts, on average.
+    BITS are the mean bits per weight of the experts.
 
     Example: moeinf list --json
     """

@@ -46,7 +46,7 @@ def pull(
     ] = None,
     revision: Revision = None,
     token: Token = None,
-    workers: Annotated[int, typer.Option(min=1, max=64, help="Downloads in flight.")] = 8,
+    workers: Annotated[int, typer.Option(min=1, max=64, help="Concurrent downloads.")] = 8,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be fetched and written.")
     ] = False,
@@ -57,15 +57,15 @@ def pull(
             max=MOST_BITS,
             metavar="B",
             show_default=False,
-            help="Mean bits per weight; formats are chosen per matrix. The tag is bB.",
+            help="Mean bits per weight; chooses a format for each matrix. The tag is bB.",
         ),
     ] = None,
     allow_nan: Annotated[
-        bool, typer.Option("--allow-nan", help="Go on where weights are NaN or infinite.")
+        bool, typer.Option("--allow-nan", help="Continue if weights are NaN or infinite.")
     ] = False,
     no_base: Annotated[
         bool,
-        typer.Option("--no-base", help="Do not ask the repository that a GGUF file names."),
+        typer.Option("--no-base", help="Do not contact the repository that a GGUF file names."),
     ] = False,
     no_mtp: Annotated[
         bool,
@@ -80,16 +80,16 @@ def pull(
 ) -> None:
     """Fetch a model from the hub, or read a checkpoint folder, and repack its experts.
 
-    MODEL is a short name (mixtral, deepseek-v2-lite, olmoe, …), a repository of the hub, a local
+    MODEL is a short name (mixtral, deepseek-v2-lite, olmoe, …), a Hugging Face repository, a local
     folder or GGUF file, a model of Ollama on this machine (ollama:NAME), or demo.
-    hf.co/ORG/NAME-GGUF:Q4_K_M is a GGUF file of the hub. TAG is q4 (the default), q4k, q4d8 (q4,
+    hf.co/ORG/NAME-GGUF:Q4_K_M is a GGUF file on the hub. TAG is q4 (the default), q4k, q4d8 (q4,
     but the experts' down_proj in q8), q5k, q6k, q8, q3 and q2 (experts in 3 or 2 bits), bf16 (the
     default of demo), f32, or what the checkpoint has: mxfp4, nvfp4. Without a tag, a GGUF file
-    keeps its own types where it can, and NVFP4 is kept. The repository that a GGUF file names gives
-    its tokenizer and chat template, and some rows to compare, unless HF_HUB_OFFLINE is set or
-    --no-base given. An interrupted pull resumes where it stopped; a model that is up to date is
-    left unchanged. --bits chooses between q8, q4, q3, q2 and K types, matrix by matrix, from the
-    weights and from the recorded use of the model's experts.
+    keeps its own types where it can, and NVFP4 is kept. The tokenizer and chat template come from
+    the repository that a GGUF file names, and some rows are compared with it, unless
+    HF_HUB_OFFLINE is set or --no-base is given. An interrupted pull resumes where it stopped; a
+    model that is up to date is left unchanged. --bits chooses q8, q4, q3, q2 or a K type for each
+    matrix, from its weights and the recorded use of its experts.
 
     Families that run (`model_type` of config.json): arctic, deepseek_v2, deepseek_v3, deepseek_v32,
     deepseek_v4, dots1, ernie4_5_moe, exaone_moe, gemma4, gemma4_text, glm4_moe, glm4_moe_lite,

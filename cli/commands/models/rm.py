@@ -26,9 +26,9 @@ def rm(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Delete models; refuse while one is in use.
+    """Delete models, unless one is in use.
 
-    A server that keeps an idle model loaded unloads it first.
+    A server that has an idle model loaded unloads it first.
 
     Example: moeinf rm demo
     """

@@ -26,7 +26,7 @@ def search(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """List the models that can be pulled by a short name; WORD is a part of it.
+    """List the models that can be pulled by a short name that contains WORD.
 
     Sizes are estimates: DISK with the default tag, DOWNLOAD as published. Any other repository of a
     supported family can be pulled as ORG/NAME.

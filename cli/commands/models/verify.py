@@ -29,7 +29,7 @@ def verify(
     json: Json = False,
     quiet: Quiet = False,
 ) -> int:
-    """Check every file of a model against the hash recorded at its pull.
+    """Check every file of a model against the hash recorded when it was pulled.
 
     Example: moeinf verify demo --repair
     """
@@ -39,8 +39,8 @@ def verify(
     manifest, folder = library.read(model)
     with out.progress(str(manifest.model)) as progress:
         damages = checks.verify(folder, manifest, progress)
-    mended = bool(damages) and repair
-    if mended:
+    repaired = bool(damages) and repair
+    if repaired:
         with only_maker(folder, library.locks):
             aside = partial_folder(folder).with_name(f".{folder.name}.repair")
             try:
@@ -51,15 +51,15 @@ def verify(
                 shutil.rmtree(aside, ignore_errors=True)
     if json:
         found = [{"path": d.path, "problem": d.problem} for d in damages]
-        out.document({"model": str(manifest.model), "damaged": found, "repaired": mended})
+        out.document({"model": str(manifest.model), "damaged": found, "repaired": repaired})
     else:
         for damage in damages:
-            out.line(f"{damage.path} {damage.problem}{': repaired' if mended else ''}")
+            out.line(f"{damage.path} {damage.problem}{': repaired' if repaired else ''}")
         if not damages:
             out.line(f"{manifest.model}: {len(manifest.files)} files, all as they were pulled")
-    if damages and not mended and not json:
+    if damages and not repaired and not json:
         out.note(f"`moeinf verify {manifest.model} --repair` restores them")
-    return 1 if damages and not mended else 0
+    return 1 if damages and not repaired else 0
 
 
 def _source(manifest: Manifest, damages: list[Damage], aside: Path) -> RepairSource:

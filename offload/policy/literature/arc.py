@@ -3,7 +3,7 @@
 Source: Megiddo and Modha, FAST 2003. The lists T1 (used once) and T2 (used again) hold resident
 cells, the ghosts B1 and B2 cells that left them. A miss on a ghost of B1 enlarges the target of T1,
 one of B2 shrinks it. Differences: the ghosts adapt the target when a layer has routed, because the
-victim is asked for before the arrival; a cell in use is skipped; a cell that was read ahead and not
+victim is requested before the arrival; a cell in use is skipped; a cell that was prefetched and not
 used yet lies in T1.
 """
 

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeinf.native import EamcCore
-from moeinf.offload.policy.base import Evictable, Passive, Setup, Weights, Wish
+from moeinf.offload.policy.base import Evictable, Passive, Prefetch, Setup, Weights
 from moeinf.offload.routing.eamc import Eamc, Floats, normalised
 from moeinf.offload.routing.trace import Phase
 
@@ -83,7 +83,7 @@ class EamcV1(Passive):
         self._past = Past(eamc)
         self._sequences: dict[int, RunningSequence] = {}
         self._rows: dict[int, NDArray[np.bool_]] = {}  # of the running pass
-        # The same keys and wishes as in `eamc`, from two predictions.
+        # The same keys and prefetches as in `eamc`, from two predictions.
         self._eviction, self._ahead = (
             EamcCore(shape.layers, shape.experts, setup.slots, epsilon=EPSILON,
                      encoder_layers=shape.encoder_layers)
@@ -143,7 +143,7 @@ class EamcV1(Passive):
             self._eviction.forget(cell)
             self._ahead.forget(cell)
 
-    def prefetch(self, most: int) -> Sequence[Wish]:
+    def prefetch(self, most: int) -> Sequence[Prefetch]:
         if not self._past.eams.shape[2]:
             return ()
-        return [Wish(cell, False) for cell in self._ahead.wishes(most)]
+        return [Prefetch(cell, False) for cell in self._ahead.wishes(most)]

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moeinf.offload.policy.base import Setup, Weights, Wish
+from moeinf.offload.policy.base import Prefetch, Setup, Weights
 from moeinf.offload.policy.literature.foresight import shares_of
 from moeinf.offload.policy.ranked import Ranked
 from moeinf.offload.routing.eamc import Floats, normalised
@@ -53,7 +53,7 @@ class Fmoe(Ranked):
         self._past: list[tuple[Floats, Floats]] = []  # per past request: both, normalised
         self._chances = np.full(size, 1 / shape.experts, np.float32)
         self._uses = np.ones(setup.cells)
-        self._wishes: dict[int, list[tuple[float, int]]] = {}  # per layer: (p, cell)
+        self._prefetches: dict[int, list[tuple[float, int]]] = {}  # per layer: (p, cell)
         self._running: list[int] = []
         self._decoding = False
 
@@ -64,7 +64,7 @@ class Fmoe(Ranked):
             if request not in self._prompts:
                 self._prompts[request] = np.zeros((shape.layers, shape.experts), np.float32)
                 self._means[request] = np.zeros((shape.layers, shape.experts), np.float32)
-        self._wishes.clear()
+        self._prefetches.clear()
         if self._decoding:
             self._dots = np.zeros((len(rows), self._stored), np.float32)
             self._square = np.zeros(len(rows), np.float32)
@@ -77,7 +77,7 @@ class Fmoe(Ranked):
         experts = self.setup.shape.experts
         used = np.bincount(ids[ids >= 0], minlength=experts)
         self._uses[layer * experts : (layer + 1) * experts] += used > 0
-        self._wishes.pop(layer, None)
+        self._prefetches.pop(layer, None)
         for request in dict.fromkeys(self._running):
             if not (self._decoding and self._means[request].any()):
                 mine = ids[np.equal(self._running, request)]
@@ -112,12 +112,12 @@ class Fmoe(Ranked):
             self._past.append((unit(prompt), normalised(mean)))
             del self._past[:-REQUESTS]
 
-    def prefetch(self, most: int) -> Sequence[Wish]:
-        found = [one for wishes in self._wishes.values() for one in wishes]
+    def prefetch(self, most: int) -> Sequence[Prefetch]:
+        found = [one for prefetches in self._prefetches.values() for one in prefetches]
         found.sort(key=lambda one: -one[0])
         used, top_k = self._chances.ravel(), self.setup.shape.top_k  # a gate's shares sum to 1
         return [
-            Wish(cell, False, min(1.0, top_k * float(used[cell])))
+            Prefetch(cell, False, min(1.0, top_k * float(used[cell])))
             for _, cell in found
             if self.is_absent(cell)
         ][:most]
@@ -155,7 +155,7 @@ class Fmoe(Ranked):
         order = np.argsort(-chances, kind="stable")
         enough = np.searchsorted(np.cumsum(chances[order]), 1 - min(1.0, max(0.0, similarity)))
         now = layer - DISTANCE
-        self._wishes[layer] = [
+        self._prefetches[layer] = [
             (float(chances[expert]) / (layer - max(now, -1)), layer * experts + expert)
             for expert in order[: max(top_k, int(enough) + 1)].tolist()
             if chances[expert] > 0

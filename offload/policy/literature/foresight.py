@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moeinf.offload.policy.base import Setup, Weights, Wish
+from moeinf.offload.policy.base import Prefetch, Setup, Weights
 from moeinf.offload.policy.ranked import Ranked
 from moeinf.offload.routing.eamc import Floats
 
@@ -50,16 +50,16 @@ class Foresight(Ranked):
         self._rows[layer] = chances
         self._told[layer] = None
 
-    def prefetch(self, most: int) -> Sequence[Wish]:
-        experts, wishes = self.setup.shape.experts, list[Wish]()
+    def prefetch(self, most: int) -> Sequence[Prefetch]:
+        experts, prefetches = self.setup.shape.experts, list[Prefetch]()
         for layer in self._told:
             row = self._rows[layer]
             first = layer * experts
             likely = np.flatnonzero(row >= WORTH)
             for expert in likely[np.argsort(-row[likely], kind="stable")].tolist():
                 if self.is_absent(first + expert):
-                    wishes.append(Wish(first + expert, False, min(1.0, float(row[expert]))))
-        return wishes[:most]
+                    prefetches.append(Prefetch(first + expert, False, min(1.0, float(row[expert]))))
+        return prefetches[:most]
 
 
 def shares_of(weights: Weights | None, ids: NDArray[np.integer[Any]]) -> Floats:

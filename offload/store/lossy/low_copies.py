@@ -1,6 +1,6 @@
 """Compute light absent experts with copies in fewer bits: a lossy choice, off by default.
 
-It changes results, so it is off unless the user asks for it. The rule is HOBBIT's (2411.01433,
+It changes results, so it is off unless the user turns it on. The rule is HOBBIT's (2411.01433,
 token-level dynamic loading): an expert counts by the weights of those that rank above it.
 
 The copies have slots of their own, beside the host tier's. The copies used last stay there. A copy
@@ -72,7 +72,7 @@ class LowCopies:
         return list(self._slot_of)
 
     def take(self, routed: Routed, weights: Tensor, misses: deque[int]) -> None:
-        """Take from `misses` the cells to compute with copies, and ask for those not in slots.
+        """Take from `misses` the cells to compute with copies, and request those not in slots.
 
         A cell is taken if it is light in all its rows, and no read of the expert itself is in
         flight. Where slots are too few, the rest stays in `misses`.

@@ -1,6 +1,6 @@
 """Drop light experts that are not resident: a lossy choice, off by default.
 
-It changes results, so it is off unless the user asks for it. It knows no tiers and no policies.
+It changes results, so it is off unless the user turns it on. It knows no tiers and no policies.
 """
 
 from __future__ import annotations

@@ -7,13 +7,13 @@ largest
     value(k) = (1 + E(k)) / (cost(k + 1) + k · time of drafting a token)
 
 is taken if its value is above 1 by a margin. The time of one row is a decayed mean. The cost of
-more rows is one, too, and moves slowly back to a first guess while it is not used, so that it is
-tried again. A number of rows is at most twice the largest that was measured.
+more rows is also a decayed mean. While it is not used it moves slowly back to a first guess, so it
+is tried again. The number of rows is at most twice the largest that was measured.
 
 Losses are bounded. Lost time is counted in tokens of one row. It is paid from what the request has
 gained, and then from an allowance of all requests, which grows by _ALLOWED per pass. Below 0
-nothing is drafted. Nothing is drafted either while passes wait for the disk: more rows need more
-experts.
+nothing is drafted. Nothing is drafted while passes wait for the disk either, because more rows need
+more experts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ALLOWED, _MOST_ALLOWED, _START = 0.01, 2.0, 1.0  # tokens of one row
 
 
 @dataclass
-class Account:
+class DraftStats:
     """One request's drafts: tokens gained, in tokens of one row, and counts."""
 
     gained: float = 0.0
@@ -61,7 +61,7 @@ class DraftGate:
 
     def checked(
         self,
-        account: Account,
+        stats: DraftStats,
         drafted: int,
         kept: int,
         seconds: float,
@@ -73,29 +73,29 @@ class DraftGate:
         cost = min(seconds / self._single, float(rows))  # more is noise
         before = self.cost(rows)
         self._costs[rows] = before + _NEW * (cost - before)
-        account.drafted += drafted
-        account.accepted += kept - 1
-        self._pay(account, kept - cost - drafting / self._single)
+        stats.drafted += drafted
+        stats.accepted += kept - 1
+        self._pay(stats, kept - cost - drafting / self._single)
         self._wait(seconds, waited)
 
-    def lost(self, account: Account, drafting: float) -> None:
+    def lost(self, stats: DraftStats, drafting: float) -> None:
         """Count the seconds of a draft that was not worth a pass."""
-        self._pay(account, -drafting / self._single)
+        self._pay(stats, -drafting / self._single)
 
-    def _pay(self, account: Account, gained: float) -> None:
-        account.gained += gained
-        if account.gained < 0:
-            self._allowance += account.gained
-            account.gained = 0.0
+    def _pay(self, stats: DraftStats, gained: float) -> None:
+        stats.gained += gained
+        if stats.gained < 0:
+            self._allowance += stats.gained
+            stats.gained = 0.0
 
-    def worth(self, account: Account, chances: Sequence[float], each: float = 0.0) -> int:
-        """Return how many tokens to draft, at most len(chances); see Agreement.chances.
+    def worth(self, stats: DraftStats, chances: Sequence[float], each: float = 0.0) -> int:
+        """Return how many tokens to draft, at most len(chances); see AcceptanceByMatch.chances.
 
         each: seconds to draft one.
         """
         if not self._single or self._stalled > _STALLED:
             return 0
-        if account.gained + self._allowance <= 0:
+        if stats.gained + self._allowance <= 0:
             return 0
         best, found, expected, rows = _MARGIN, 0, 1.0, 1
         most = min(len(chances) + 1, 2 * max(self._costs, default=1))

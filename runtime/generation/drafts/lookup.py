@@ -3,8 +3,9 @@
     … the cat sat on the mat . Then the cat sat on ▸ the mat .
           └── the longest, then latest ──┘     the draft ┘
 
-Source: prompt lookup decoding (Saxena 2023). Each chosen token also tells, without a pass, if the
-draft would have been right. `Agreement` keeps these outcomes by the length of the match.
+Source: prompt lookup decoding (Saxena 2023). Each chosen token also shows, without a pass,
+whether the draft would have been right. `AcceptanceByMatch` keeps these outcomes by the length of
+the match.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ import numpy as np
 
 LEAST = 2  # tokens of a match
 _MOST = 32  # tokens of a match that are counted
-_LENGTHS = (2, 3, 4, 6, 9, 14, 22)  # the first match length of each class of `Agreement`
+_LENGTHS = (2, 3, 4, 6, 9, 14, 22)  # the first match length of each class
 _RIGHT, _ALL = 1.0, 2.0  # of each class, before the first outcome
 _MEMORY = 0.98  # decay per outcome of a class: some 50 count
 
 
-class Agreement:
+class AcceptanceByMatch:
     """Shares of drafted tokens that were right, by the length of the match before them."""
 
     def __init__(self) -> None:
@@ -53,7 +54,7 @@ class Lookup:
         self._length = 0
         self._next = 0  # the place of the token that is drafted first
         self.matched = 0  # tokens before it that equal the last ones; 0: nothing is drafted
-        self.agreement = Agreement()
+        self.acceptance = AcceptanceByMatch()
 
     def follow(self, history: Sequence[int]) -> None:
         """Read the new tokens of a history that only grows."""
@@ -65,7 +66,7 @@ class Lookup:
         for token in history[self._length :]:
             right = self.matched > 0 and int(self._tokens[self._next]) == token
             if self.matched:
-                self.agreement.add(self.matched, right)
+                self.acceptance.add(self.matched, right)
             self._tokens[self._length] = token
             self._length += 1
             if right:

@@ -2,9 +2,9 @@
 
     the text so far ──▶ draft model ──▶ c (0.93) ──▶ d (0.71) ──▶ e (0.32): not worth a row
 
-The draft model's probability of a token tells how likely the other model takes it, too. `Trust`
-learns that from the tokens that follow. A token is drafted while its chance is worth the draft
-model's time and a row of the pass that checks it.
+The draft model's probability of a token also shows how likely the main model accepts it.
+`AcceptanceByProbability` learns that from the tokens that follow. A token is drafted while its
+chance is worth the draft model's time and a row of the pass that checks it.
 
 The draft model begins with the last tokens of a text. It reads the rest when its drafts have gained
 as much time in this answer as that takes.
@@ -22,7 +22,7 @@ from moeinf.runtime.engine.draft_engine import Drafter
 from moeinf.runtime.generation.drafts.draft_gate import DraftGate
 from moeinf.runtime.generation.in_flight import Running, shared_tokens
 
-_CLASSES = (0.0, 0.3, 0.5, 0.7, 0.85, 0.95)  # the least probability of each class of `Trust`
+_CLASSES = (0.0, 0.3, 0.5, 0.7, 0.85, 0.95)  # lowest probability of each class
 _FIRST = 0.7  # the mean chance before the first outcome
 _CHANCES, _WEIGHT = (0.2, 0.4, 0.6, 0.78, 0.9, 0.97), 4.0  # the same of each class; its weight
 _MEMORY = 0.98  # decay per outcome
@@ -33,7 +33,7 @@ _FEW = 8  # rows that take about the time of one
 _FASTER = 4  # a read token takes this part of a drafted one, before it is measured
 
 
-class Trust:
+class AcceptanceByProbability:
     """Shares of drafted tokens that were right, by the draft model's probability."""
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class ModelDrafts:
         self._engine, self._gate = engine, gate
         self._held: list[int] = []  # the tokens of the engine's state
         self._seconds = self._read_seconds = 0.0  # of a drafted and of a read token; 0: unknown
-        self._trust = Trust()
+        self._acceptance = AcceptanceByProbability()
         self._given: tuple[int, int, list[int], list[float]] | None = None
         self._lost = False  # an expert could not be read
 
@@ -75,14 +75,14 @@ class ModelDrafts:
         self._judge(one.number, history)
         if self._lost:
             return [], 0.0
-        self._trust.fade()
+        self._acceptance.fade()
         text = self._engine.text(history)
         if not text:
             return [], 0.0
         del self._held[self._engine.state.length :]
         rows = min(rows, self._engine.state.capacity - len(text))
         each = self._seconds or self._engine.cost * gate.single
-        chances = [self._trust.mean ** (place + 1) for place in range(rows - 1)]
+        chances = [self._acceptance.mean ** (place + 1) for place in range(rows - 1)]
         most = gate.worth(one.drafts, chances, each)
         if not most:
             return [], 0.0
@@ -112,7 +112,7 @@ class ModelDrafts:
         if request != number:
             return
         for token, drafted, sure in zip(history[start:], tokens, probabilities, strict=False):
-            self._trust.add(sure, token == drafted)
+            self._acceptance.add(sure, token == drafted)
             if token != drafted:
                 break
 
@@ -120,7 +120,7 @@ class ModelDrafts:
         """Return the chances that the first 1 … n drafted tokens are all right."""
         found, chance = list[float](), 1.0
         for probability in probabilities:
-            chance *= self._trust.chance(probability)
+            chance *= self._acceptance.chance(probability)
             found.append(chance)
         return found
 
@@ -171,7 +171,7 @@ class ModelDrafts:
             start = time.perf_counter()
         tokens, probabilities = [token], [probability]
         while len(tokens) < most:
-            if self._chances(probabilities)[-1] * self._trust.mean < floor:
+            if self._chances(probabilities)[-1] * self._acceptance.mean < floor:
                 break
             token, probability = self._extend(tokens[-1:])
             tokens.append(token)

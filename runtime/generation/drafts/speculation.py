@@ -94,7 +94,7 @@ class Speculation:
         if (most := one.request.limits.drafts) is not None:
             rows = min(rows, 1 + most)
         if one.lookup.matched:
-            chances = one.lookup.agreement.chances(one.lookup.matched, rows - 1)
+            chances = one.lookup.acceptance.chances(one.lookup.matched, rows - 1)
             if found := one.lookup.draft(self.gate.worth(one.drafts, chances)):
                 return found, 0.0
         return ([], 0.0) if self._model is None else self._model.draft(one, rows)

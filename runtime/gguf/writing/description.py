@@ -27,7 +27,7 @@ SOFTMAX, SIGMOID = 1, 2  # of expert_gating_func
 
 
 class CannotExport(UnusableInput, ValueError):
-    """llama.cpp cannot run the model, or would compute something else."""
+    """llama.cpp cannot run the model, or would compute different results."""
 
     code = "cannot_export"
     hint = "`moeinf export --help`, which names the families"

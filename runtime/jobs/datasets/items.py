@@ -79,7 +79,7 @@ def chosen_tasks(dataset: str, known: Collection[str], wanted: Wanted) -> list[s
         if task not in known:
             near = difflib.get_close_matches(task, known, 3, 0.4) or sorted(known)[:3]
             raise NoSuchDataset(
-                f"{dataset} has no subset {task!r}; of its {len(known)} the nearest: "
+                f"{dataset} has no subset {task!r}; the nearest of {len(known)} are: "
                 f"{', '.join(near)}"
             )
     return list(dict.fromkeys(wanted.subset))

@@ -50,7 +50,7 @@ _SPANS, _ROWS = 4, 8  # rows that are measured: 4 times 8 in a row
 _LINEAR = 3.0  # importance of a linear; that of a layer's experts together is 1
 _POWER = 1.5  # of the squared error
 _EVEN = 0.1  # part of an expert's share that records do not change
-_FILE = "bits.json"  # in the workplace: a rerun must not choose again
+_FILE = "bits.json"  # in the staging folder: a rerun must not choose again
 
 Errors = dict[str, float]  # by format: (squared error / squared weights) ** _POWER
 
@@ -95,7 +95,7 @@ def choose_forms(inventory: Inventory, bits: float, use: NDArray[np.integer[Any]
 
 
 def kept_choice(folder: Path) -> Forms | None:
-    """Return the formats that an earlier attempt chose in this workplace. Raises OSError."""
+    """Return the formats that an earlier attempt chose in this staging folder. Raises OSError."""
     path = folder / _FILE
     if not path.exists():
         return None
@@ -104,7 +104,7 @@ def kept_choice(folder: Path) -> Forms | None:
 
 
 def keep_choice(folder: Path, forms: Forms) -> None:
-    """Write the formats into the workplace durably."""
+    """Write the formats into the staging folder durably."""
     choice = _Choice(list(forms.experts), dict(forms.dense))
     write_bytes_durably(folder / _FILE, msgspec.json.encode(choice))
 

@@ -53,7 +53,7 @@ from moeinf.runtime.library.repacking.mixed_bits import (
 )
 from moeinf.runtime.library.repacking.shard_writer import Assembler, all_targets
 from moeinf.runtime.library.sources import KEPT_FILES, MAX_KEPT_BYTES, Source
-from moeinf.runtime.library.staging import Workplace, discard, taken_bytes, workplace
+from moeinf.runtime.library.staging import StagingFolder, discard, staging_folder, taken_bytes
 from moeinf.runtime.machine.memory import keep_heap_small
 from moeinf.runtime.names import KEPT_TAGS, TAGS, ModelName, bits_of_tag
 from moeinf.runtime.sizes import Progress, format_bytes
@@ -96,7 +96,7 @@ def repack(
     making |= {} if mtp else {"mtp": False}
     homes = library.more_homes
     making |= {"drives": [os.fspath(home) for home in homes]} if homes else {}
-    with workplace(target, library.locks, making) as work:
+    with staging_folder(target, library.locks, making) as work:
         try:
             link_drives(work.folder, homes, f"{name.name}-{name.tag}")
             if len({place.stat().st_dev for place in places(work.folder)}) <= len(homes):
@@ -237,7 +237,7 @@ def _first_of(names: Sequence[str]) -> str:
     return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
-def check_space(work: Workplace, inventory: Inventory, dtype: str, source: Source) -> None:
+def check_space(work: StagingFolder, inventory: Inventory, dtype: str, source: Source) -> None:
     """Raise OSError (ENOSPC) with the bytes needed unless each drive has room for its part."""
     whole = inventory.forms.experts and source.fetched  # formats may be chosen from all files
     held = max(source.space_bytes(), source.download_bytes() if whole else 0)
@@ -267,7 +267,7 @@ def _assemble(
     source: Source,
     inventory: Inventory,
     dtype: str,
-    work: Workplace,
+    work: StagingFolder,
     progress: Progress,
     check: WeightCheck,
     brought: Iterable[Path],
@@ -300,7 +300,7 @@ def _chosen(
     inventory: Inventory,
     bits: float,
     use: Sequence[NDArray[np.integer[Any]]],
-    work: Workplace,
+    work: StagingFolder,
     brought: Iterable[Path],
     note: Note,
 ) -> tuple[Forms, Iterable[Path]]:
@@ -320,7 +320,7 @@ def _chosen(
     return forms, here
 
 
-def _keep_small_files(checkpoint: Checkpoint, work: Workplace) -> None:
+def _keep_small_files(checkpoint: Checkpoint, work: StagingFolder) -> None:
     """Write the small files. Those of an earlier attempt that the source lacks now are dropped."""
     for name in KEPT_FILES:
         work.files.pop(name, None)
@@ -339,7 +339,7 @@ def _keep_small_files(checkpoint: Checkpoint, work: Workplace) -> None:
         _convert_tokenizer(read, work)
 
 
-def _convert_tokenizer(read: Callable[[str], bytes | None], work: Workplace) -> None:
+def _convert_tokenizer(read: Callable[[str], bytes | None], work: StagingFolder) -> None:
     data = convert(read)
     if data is not None:
         work.add_file(write_file(work.folder, TOKENIZER, b"", [memoryview(data)]))

@@ -49,7 +49,7 @@ from moeinf.runtime.checkpoints.table_blocks import table_blocks
 from moeinf.runtime.files.regular import check_regular
 from moeinf.runtime.library.dense_views import FORMS_BY_SIZE
 from moeinf.runtime.library.manifest import DENSE, MTP
-from moeinf.runtime.library.staging import Workplace, unfinished_path
+from moeinf.runtime.library.staging import StagingFolder, unfinished_path
 
 _WORKERS = 4
 _COMMIT_S = 5.0  # a killed pull repeats the work of this time at most
@@ -172,7 +172,7 @@ _Jobs = dict[Future[FileRecord | dict[int, int]], Target]
 class Assembler:
     """The writer of all targets. It takes source files in any order."""
 
-    def __init__(self, targets: Iterable[Target], work: Workplace, check: WeightCheck) -> None:
+    def __init__(self, targets: Iterable[Target], work: StagingFolder, check: WeightCheck) -> None:
         self._work, self._check = work, check
         self._touched: dict[Path, list[Target]] = defaultdict(list)
         self._lock = threading.Lock()

@@ -9,7 +9,7 @@ from pydantic import BaseModel, model_validator
 from moeinf.server.api.fields.bounds import MOST_FIELDS
 
 
-class Said(BaseModel):
+class RequestObject(BaseModel):
     """An object of a request; a null field counts as absent."""
 
     @model_validator(mode="before")

@@ -13,7 +13,7 @@ from fastapi import Request
 from pydantic import ConfigDict
 
 from moeinf.server.api.answers import BadRequest
-from moeinf.server.api.fields.optional import Said
+from moeinf.server.api.fields.optional import RequestObject
 from moeinf.server.http.request_log import notes_of
 
 _SCHEMA = "use response_format"
@@ -63,7 +63,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
-class Lenient(Said):
+class Lenient(RequestObject):
     """A request that may have fields of other services and engines."""
 
     model_config = ConfigDict(extra="allow")

@@ -11,14 +11,14 @@ from pydantic import ConfigDict, Field
 
 from moeinf.runtime.config import Settings
 from moeinf.runtime.library.blobs import Blobs
-from moeinf.runtime.library.defaults import Said as Turn
+from moeinf.runtime.library.defaults import DefaultMessage
 from moeinf.runtime.library.library import NoSuchModel
 from moeinf.runtime.library.modelfile import Modelfile, jinja, set_parameter
 from moeinf.runtime.names import is_path
 from moeinf.runtime.sizes import Progress as Bar
 from moeinf.server.api.answers import BadRequest
 from moeinf.server.api.fields.bounds import Listed, Named
-from moeinf.server.api.fields.optional import Said
+from moeinf.server.api.fields.optional import RequestObject
 from moeinf.server.api.library.background import Client, Line, Progress, respond
 from moeinf.server.api.ollama_api import ModelRequest
 from moeinf.server.http.bodies import JsonRoute
@@ -37,7 +37,7 @@ _REFUSED = {
 }
 
 
-class CreateMessage(Said):
+class CreateMessage(RequestObject):
     """A message that stands before those of every chat."""
 
     role: Literal["system", "user", "assistant"]
@@ -69,7 +69,7 @@ class CreateRequest(ModelRequest):
         if is_path(base):
             raise BadRequest("from: a folder of this machine needs `moeinf create`", "from")
         licences = [self.license] if isinstance(self.license, str) else list(self.license or ())
-        messages = [Turn(one.role, one.content) for one in self.messages]
+        messages = [DefaultMessage(one.role, one.content) for one in self.messages]
         found = Modelfile(base, self.system, messages=messages, licences=licences)
         found.template = None if self.template is None else jinja(self.template)
         for name, value in self.parameters.items():

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.names import is_path
 from moeinf.server.api.answers import BadRequest
-from moeinf.server.api.fields.optional import Said
+from moeinf.server.api.fields.optional import RequestObject
 from moeinf.server.api.library.background import Client, Line, Turns, respond
 from moeinf.server.http.bodies import JsonRoute
 
@@ -19,7 +19,7 @@ router = APIRouter(route_class=JsonRoute)
 _TURNS = Turns()
 
 
-class PlanRequest(Said):
+class PlanRequest(RequestObject):
     """A plan of any model that has a name."""
 
     model: str

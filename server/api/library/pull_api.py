@@ -12,7 +12,7 @@ from moeinf.runtime.config import Settings
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.names import is_path
 from moeinf.server.api.answers import BadRequest
-from moeinf.server.api.fields.optional import Said
+from moeinf.server.api.fields.optional import RequestObject
 from moeinf.server.api.library.background import Client, Line, Progress, respond
 from moeinf.server.http.bodies import JsonRoute
 
@@ -20,7 +20,7 @@ router = APIRouter(route_class=JsonRoute)
 _SUCCESS = {"status": "success"}
 
 
-class PullRequest(Said):
+class PullRequest(RequestObject):
     """A pull. Old clients send `name` instead of `model`. `insecure` has no effect here."""
 
     model: str = ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 
 from moeinf.runtime.library.library import Library
-from moeinf.server.api.fields.optional import Said
+from moeinf.server.api.fields.optional import RequestObject
 from moeinf.server.api.library.background import Client, Line, Progress, Turns, respond
 from moeinf.server.http.bodies import JsonRoute
 
@@ -13,7 +13,7 @@ router = APIRouter(route_class=JsonRoute)
 _TURNS = Turns()
 
 
-class VerifyRequest(Said):
+class VerifyRequest(RequestObject):
     """A check of an installed model. It repairs nothing."""
 
     model: str

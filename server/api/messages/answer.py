@@ -9,7 +9,7 @@ from typing import Any
 from moeinf.errors import ContextExceeded, MoeinfError
 from moeinf.runtime.generation.events import Ended
 from moeinf.server.api.answers import words_of
-from moeinf.server.api.chat_turn import Called, Part
+from moeinf.server.api.chat_turn import Part, ToolCall
 from moeinf.server.api.openai_format import lossy_of
 from moeinf.server.http.json_text import dump
 
@@ -35,8 +35,8 @@ class Content:
         return any(block["type"] == "tool_use" for block in self.blocks)
 
     def add(self, part: Part) -> Iterator[dict[str, Any]]:
-        """Give the events of the next part."""
-        if isinstance(part, Called):
+        """Yield the events of the next part."""
+        if isinstance(part, ToolCall):
             yield from self.close()
             call, name = part.call, part.id
             if name.startswith("call_"):
@@ -59,7 +59,7 @@ class Content:
             yield self._delta({"type": f"{field}_delta", field: text})
 
     def close(self) -> Iterator[dict[str, Any]]:
-        """Give the events that end the open block, if there is one."""
+        """Yield the events that end the open block, if there is one."""
         if not self._field:
             return
         self.blocks[-1][self._field] = "".join(self._pieces)

@@ -13,7 +13,7 @@ from moeinf.runtime.config import Settings
 from moeinf.runtime.generation.events import Ended, Failed, Reading
 from moeinf.runtime.requests import Limits, SamplingOptions
 from moeinf.server.api.answers import BadRequest, noted
-from moeinf.server.api.chat_turn import Chat, Heard, begun
+from moeinf.server.api.chat_turn import AnswerPiece, Chat, begun
 from moeinf.server.api.messages.answer import (
     Content,
     error_document,
@@ -58,7 +58,7 @@ async def messages(asked: MessagesRequest, request: Request, version: _Version =
             stop = stop_of(event, content.called, asked.limits().max_tokens)
             whole = message_of(asked.model, content.blocks, stop, usage_of_ended(event))
             return Answer({**whole, **turn.about()})
-        for part in event.parts if isinstance(event, Heard) else ():
+        for part in event.parts if isinstance(event, AnswerPiece) else ():
             list(content.add(part))
     raise AssertionError("an answer has an end")
 
@@ -85,7 +85,7 @@ def _check(version: str | None) -> None:
 
 
 async def _stream(
-    answer: AsyncIterator[Heard | Reading | Ended | Failed],
+    answer: AsyncIterator[AnswerPiece | Reading | Ended | Failed],
     job: Job,
     asked: MessagesRequest,
     turn: Chat,
@@ -106,7 +106,7 @@ async def _stream(
             return
         if isinstance(event, Reading):
             yield f": prompt {event.read}/{event.tokens} tokens\n{event_text(_PING)}"
-        elif isinstance(event, Heard):
+        elif isinstance(event, AnswerPiece):
             for part in event.parts:
                 for told in content.add(part):
                     yield event_text(told)

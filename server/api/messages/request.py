@@ -13,14 +13,14 @@ from moeinf.runtime.sampling.grammar import Constrain, call_of_one, json_of
 from moeinf.server.api.answers import BadRequest
 from moeinf.server.api.chat_turn import Chat
 from moeinf.server.api.fields.bounds import Few, Listed, StopText
-from moeinf.server.api.fields.optional import Said
+from moeinf.server.api.fields.optional import RequestObject
 from moeinf.server.api.fields.sampling import Sampled
 from moeinf.server.api.prompts import add_turn, joined, unread
 from moeinf.server.api.tool_choice import chosen_tools, effort_of, own_tools
 from moeinf.server.http.request_log import notes_of
 
 
-class _Block(Said):
+class _Block(RequestObject):
     model_config = ConfigDict(extra="allow")
     type: str = Field(max_length=64)
     text: str | None = None
@@ -50,7 +50,7 @@ class ContentBlock(_Block):
     is_error: bool | None = None
 
 
-class TurnSaid(Said):
+class InputMessage(RequestObject):
     """A turn. Turns of one role that follow each other are one."""
 
     model_config = ConfigDict(extra="allow")
@@ -58,7 +58,7 @@ class TurnSaid(Said):
     content: str | Listed[ContentBlock]
 
 
-class ToolDefined(Said):
+class MessagesTool(RequestObject):
     """A tool of the client. Tools that Anthropic's servers would run are skipped."""
 
     model_config = ConfigDict(extra="allow")
@@ -68,7 +68,7 @@ class ToolDefined(Said):
     input_schema: dict[str, Any] | None = None
 
 
-class ToolChosen(Said):
+class MessagesToolChoice(RequestObject):
     """How tools are called: any is at least one, tool is the one of that name."""
 
     type: Literal["auto", "any", "tool", "none"] = "auto"
@@ -76,7 +76,7 @@ class ToolChosen(Said):
     disable_parallel_tool_use: bool = False
 
 
-class Thinking(Said):
+class Thinking(RequestObject):
     """The switch for thinking. budget_tokens has no effect; omitted: its blocks are empty."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"] = "enabled"
@@ -84,12 +84,12 @@ class Thinking(Said):
     display: Literal["summarized", "omitted"] | None = None
 
 
-class OutputFormat(Said):
+class OutputFormat(RequestObject):
     type: Literal["json_schema"] = "json_schema"
     schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
 
 
-class OutputConfig(Said):
+class OutputConfig(RequestObject):
     model_config = ConfigDict(extra="allow")
     effort: str | None = None
     format: OutputFormat | None = None
@@ -100,10 +100,10 @@ class CountRequest(Sampled):
 
     is_answered: ClassVar[bool] = False
     model: str
-    messages: Listed[TurnSaid] = Field(min_length=1)
+    messages: Listed[InputMessage] = Field(min_length=1)
     system: str | Listed[TextBlock] | None = None
-    tools: Listed[ToolDefined] | None = None
-    tool_choice: ToolChosen | None = None
+    tools: Listed[MessagesTool] | None = None
+    tool_choice: MessagesToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
@@ -111,7 +111,7 @@ class CountRequest(Sampled):
     def turn(self, request: Request) -> tuple[Chat, Constrain | None]:
         """Return the turn and what constrains its answer. Raises BadRequest, BadFormat."""
         self.check_others(request)
-        chosen = self.tool_choice or ToolChosen()
+        chosen = self.tool_choice or MessagesToolChoice()
         choice = {"any": "required", "tool": None}.get(chosen.type, chosen.type)
         name = chosen.name or "" if chosen.type == "tool" else None
         offered = _offered(own_tools(self.tools or [], "custom", request))
@@ -178,7 +178,7 @@ class MessagesRequest(CountRequest):
         return self.thinking is None or self.thinking.display != "omitted"
 
 
-def _offered(tools: Sequence[ToolDefined]) -> list[dict[str, Any]]:
+def _offered(tools: Sequence[MessagesTool]) -> list[dict[str, Any]]:
     """Return tools in the templates' form."""
     found = []
     for tool in tools:
@@ -215,7 +215,7 @@ def _called(blocks: Sequence[ContentBlock], names: dict[str, str]) -> dict[str, 
 def _told(
     role: str, blocks: Sequence[ContentBlock], names: dict[str, str]
 ) -> Iterator[dict[str, Any]]:
-    """Give a turn of the user: a message per result of a tool, and one for the text between."""
+    """Yield a turn of the user: a message per result of a tool, and one for the text between."""
     for block in blocks:
         if block.type != "tool_result":
             yield {"role": role, "content": _text(block)}

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from moeinf.runtime.generation.events import Ended
-from moeinf.server.api.chat_turn import Called, Part
+from moeinf.server.api.chat_turn import Part, ToolCall
 from moeinf.server.api.openai_format import lossy_of
 from moeinf.server.api.responses.request import ResponsesRequest
 from moeinf.server.http.json_text import dump
@@ -33,11 +33,11 @@ class Output:
         self._kind = ""  # answer or thinking: of the open item; "": no item is open
 
     def add(self, part: Part, words: Sequence[Any] = (), tokens: int = 0) -> Iterator[Event]:
-        """Give the events of the next part.
+        """Yield the events of the next part.
 
         words: log-probabilities of the tokens that end it; tokens: of the answer so far.
         """
-        if isinstance(part, Called):
+        if isinstance(part, ToolCall):
             yield from self.close()
             yield from self._call(part)
             return
@@ -56,7 +56,7 @@ class Output:
             yield self._told("response.output_text.delta", delta=text, logprobs=found)
 
     def close(self, status: str = "completed") -> Iterator[Event]:
-        """Give the events that end the open item, if there is one."""
+        """Yield the events that end the open item, if there is one."""
         if not self._kind:
             return
         text, item = "".join(self._pieces), self.items[-1]
@@ -81,7 +81,7 @@ class Output:
         yield self._of_item("response.output_item.added")
         yield self._told("response.content_part.added", part=self._part(""))
 
-    def _call(self, called: Called) -> Iterator[Event]:
+    def _call(self, called: ToolCall) -> Iterator[Event]:
         arguments, name = called.call.text(), called.call.name
         item = {"type": "function_call", "id": new_id("fc"), "call_id": called.id, "name": name}
         if name in self._namespaces:

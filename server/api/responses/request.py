@@ -13,7 +13,7 @@ from moeinf.runtime.sampling.grammar import Constrain, call_of_one, json_of
 from moeinf.server.api.answers import BadRequest
 from moeinf.server.api.chat_turn import Chat
 from moeinf.server.api.fields.bounds import Few, Listed
-from moeinf.server.api.fields.optional import Said
+from moeinf.server.api.fields.optional import RequestObject
 from moeinf.server.api.fields.other import REFUSED
 from moeinf.server.api.fields.sampling import Sampled
 from moeinf.server.api.prompts import add_turn, unread
@@ -23,7 +23,7 @@ _LOGPROBS = "message.output_text.logprobs"
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
-class ItemPart(Said):
+class ItemPart(RequestObject):
     """A part of an item: input_text, output_text, refusal, reasoning_text or summary_text."""
 
     model_config = ConfigDict(extra="allow")
@@ -32,7 +32,7 @@ class ItemPart(Said):
     refusal: str | None = None
 
 
-class InputItem(Said):
+class InputItem(RequestObject):
     """An item of a conversation: message, function_call, function_call_output or reasoning."""
 
     model_config = ConfigDict(extra="allow")
@@ -48,7 +48,7 @@ class InputItem(Said):
     summary: Listed[ItemPart] | None = None
 
 
-class NamedFunction(Said):
+class NamedFunction(RequestObject):
     """A function of the client, in a namespace."""
 
     model_config = ConfigDict(extra="allow")
@@ -68,7 +68,7 @@ class FunctionTool(NamedFunction):
     tools: Listed[NamedFunction] | None = None
 
 
-class ToolPicked(Said):
+class ResponsesToolChoice(RequestObject):
     """The function that must be called, or with allowed_tools the ones that may be."""
 
     type: Literal["function", "allowed_tools"] = "function"
@@ -77,20 +77,20 @@ class ToolPicked(Said):
     tools: Listed[dict[str, Any]] | None = None
 
 
-class Reasoning(Said):
+class Reasoning(RequestObject):
     """How much the model thinks. Its thoughts come whole, never as a summary."""
 
     model_config = ConfigDict(extra="allow")
     effort: str | None = None
 
 
-class TextFormat(Said):
+class TextFormat(RequestObject):
     model_config = ConfigDict(extra="allow")
     type: Literal["text", "json_object", "json_schema"] = "text"
     schema_: dict[str, Any] | None = Field(None, alias="schema")
 
 
-class TextConfig(Said):
+class TextConfig(RequestObject):
     model_config = ConfigDict(extra="allow")
     format: TextFormat | None = None
 
@@ -114,7 +114,7 @@ class InputRequest(Sampled):
     instructions: str | None = None
     previous_response_id: str | None = None
     tools: Listed[FunctionTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolPicked | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponsesToolChoice | None = None
     parallel_tool_calls: bool = True
     reasoning: Reasoning | None = None
     text: TextConfig | None = None
@@ -167,7 +167,7 @@ class InputRequest(Sampled):
 
     def _chosen(self, offered: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], bool]:
         picked = self.tool_choice
-        if not isinstance(picked, ToolPicked):
+        if not isinstance(picked, ResponsesToolChoice):
             return chosen_tools(offered, picked)
         if picked.type == "function":
             return chosen_tools(offered, None, picked.name or "")
@@ -210,7 +210,7 @@ class ResponsesRequest(InputRequest):
 
 
 def _functions(tools: Sequence[FunctionTool]) -> Iterator[NamedFunction]:
-    """Give tools, and the functions of namespaces under names for a model. Raises BadRequest."""
+    """Yield tools, and the functions of namespaces under names for a model. Raises BadRequest."""
     for tool in tools:
         if tool.type != "namespace":
             yield tool

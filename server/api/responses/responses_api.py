@@ -12,7 +12,7 @@ from moeinf.runtime.config import Settings
 from moeinf.runtime.generation.events import Ended, Failed, Reading
 from moeinf.runtime.requests import Limits, SamplingOptions
 from moeinf.server.api.answers import BadRequest, noted
-from moeinf.server.api.chat_turn import Chat, Heard, begun
+from moeinf.server.api.chat_turn import AnswerPiece, Chat, begun
 from moeinf.server.api.logprobs import token_words
 from moeinf.server.api.openai_api import error_document
 from moeinf.server.api.responses.output import Document, EventLines, Output, new_id
@@ -49,7 +49,7 @@ async def create(asked: ResponsesRequest, request: Request) -> Response:
         if isinstance(event, Ended):
             list(answering.close(event))
             return Answer(answering.whole(event))
-        if isinstance(event, Heard):
+        if isinstance(event, AnswerPiece):
             list(answering.add(event))
     raise AssertionError("an answer has an end")
 
@@ -137,12 +137,12 @@ class _Answering:
         self._settings: Settings = request.app.state.settings
         self._output, self._document = Output(asked.namespaces()), Document(asked)
 
-    def add(self, heard: Heard) -> Iterator[dict[str, Any]]:
-        """Give the events of a piece of the answer."""
+    def add(self, piece: AnswerPiece) -> Iterator[dict[str, Any]]:
+        """Yield the events of a piece of the answer."""
         engine = self._loaded.worker.engine
-        words = [] if heard.info is None or engine is None else [token_words(engine, heard.info)]
-        for part in heard.parts:
-            yield from self._output.add(part, words, heard.tokens)
+        words = [] if piece.info is None or engine is None else [token_words(engine, piece.info)]
+        for part in piece.parts:
+            yield from self._output.add(part, words, piece.tokens)
             words = []
 
     def close(self, ended: Ended) -> Iterator[dict[str, Any]]:
@@ -156,7 +156,7 @@ class _Answering:
         return whole
 
     async def stream(
-        self, answer: AsyncIterator[Heard | Reading | Ended | Failed]
+        self, answer: AsyncIterator[AnswerPiece | Reading | Ended | Failed]
     ) -> AsyncIterator[str]:
         """Yield SSE. An error ends the stream with response.failed.
 
@@ -169,7 +169,7 @@ class _Answering:
         async for event in answer:
             if isinstance(event, Reading):
                 yield f": prompt {event.read}/{event.tokens} tokens\n\n"
-            elif isinstance(event, Heard):
+            elif isinstance(event, AnswerPiece):
                 for told in self.add(event):
                     yield text(told)
             elif isinstance(event, Failed):

@@ -96,7 +96,7 @@ class ResponseStore:
         return [item for one in chain for item in one.read(body)]
 
     def _chain(self, name: str | None) -> Iterator[_Stored]:
-        """Give a response and those before it, the newest first."""
+        """Yield a response and those before it, the newest first."""
         while name is not None:
             one = self._used(name)
             yield one

@@ -57,7 +57,7 @@ def test_pull_and_run(tmp_path: Path, repository: Path) -> None:
     assert 1 <= answer["tokens"] <= 5
     refused = machine("run", "tiny:q8", "--tgt", "fra_Latn", "Hello")
     assert refused.code == 1
-    assert "does not take languages" in refused.err
+    assert "does not translate" in refused.err
 
 
 def test_trace_a_translator(tmp_path: Path) -> None:

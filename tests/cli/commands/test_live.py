@@ -77,7 +77,7 @@ def test_ps_and_stop(conversation: pexpect.spawn[str], own: Command, tmp_path: P
     assert [p.name for p in Settings(tmp_path).run.glob("*.figures")] == []
     again = own("stop", "demo")
     assert (again.code, again.out) == (1, "")
-    assert "nothing runs demo:bf16" in again.err
+    assert "demo:bf16 is not running" in again.err
 
 
 def test_stop_ends_an_answer(own: Command, tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_dry_run_loads_nothing(moeinf: Command) -> None:
         (["run", "../demo", "x"], 2, "is not a model name"),
         (["run", "demo", "x", "--memory", "lots"], 2, "'lots' is invalid"),
         (["run", "demo", "x", "--memory", "1%"], 1, "at least 393216 bytes"),
-        (["run", "demo", "x", "--ctx", "9999"], 1, "a context of 512 tokens, not 9999"),
+        (["run", "demo", "x", "--ctx", "9999"], 1, "a context of at most 512 tokens, got 9999"),
         (["run", "demo", "x" * 600], 1, "the prompt has 603 tokens, the context 512"),
         (["run", "demo", "x", "--temperature", "-1"], 2, "got -1.0"),
         (

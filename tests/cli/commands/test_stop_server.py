@@ -89,7 +89,7 @@ def test_stop_unloads_one_of_two_models(server: tuple[Warm, str], own: Command, 
     assert process.poll() is None
     assert ask(address, "demo:f32") == "42"
     again = own("stop", "demo:bf16")
-    assert (again.code, "nothing runs demo:bf16" in again.err) == (1, True)
+    assert (again.code, "demo:bf16 is not running" in again.err) == (1, True)
     # The server of this home is proved: `run` sends it the key.
     used = own("run", "demo:f32", "17+25=", MOEINF_HOST=address)
     assert (used.out, used.err) == ("42\n", f"using the server at http://{address}\n")

@@ -78,7 +78,7 @@ class Rig:
         runner = TierRunner(self.host, self.tier, miss, share)
         self.store = ExpertStore(
             (self.host, self.tier), runner,
-            wishes=2 * K if policy in USE_PAST else 0, hints=policy in USE_HINTS,
+            most_prefetches=2 * K if policy in USE_PAST else 0, hints=policy in USE_HINTS,
         )  # fmt: skip
 
     def layer(self, layer: int, asked: tuple[Tensor, Tensor, Tensor]) -> Tensor:

@@ -56,7 +56,7 @@ class Tiers:
     miss: Miss
     share: float = 0.4
     late: bool = False  # the bus
-    wishes: int = 0
+    most_prefetches: int = 0
     hinted: float = 0  # recall and precision of a gate; 0: none
 
     def hints(self) -> HintSource | None:
@@ -135,7 +135,9 @@ def in_the_store(fake: Fake, recording: Recording, case: Tiers) -> Counts:
     if case.late:
         tier._slots = LateSlots(tier._arena)  # type: ignore[assignment]
     runner = TierRunner(host, tier, case.miss, case.share)
-    store = ExpertStore((host, tier), runner, wishes=case.wishes, hints=case.hinted > 0)
+    store = ExpertStore(
+        (host, tier), runner, most_prefetches=case.most_prefetches, hints=case.hinted > 0
+    )
     hints, passes, last = case.hints(), list[StoreStats](), recording.last_pass()
     for index, running in enumerate(recording.passes):
         before = stats.copy()
@@ -177,7 +179,7 @@ def in_the_replay(recording: Recording, case: Tiers) -> Counts:
     above = Above(case.device_slots, case.miss, speeds, case.share)
     eamc = Eamc(64, shape.layers, shape.experts)
     replay = TieredReplay(recording, POLICIES[case.policy], conditions, above, eamc)
-    replay._most_wishes = case.wishes
+    replay._most_prefetches = case.most_prefetches
     tokens = replay.run().tokens
     return Counts(
         [t.events for t in tokens],
@@ -268,7 +270,7 @@ def test_several_rows_to_an_expert(
 @pytest.mark.parametrize("policy", ["adaptive", "eamc"])
 def test_reads_ahead(fake: Fake, policy: str, miss: Miss) -> None:
     """The host's policy prefetches no expert that the device has."""
-    recording, case = requests(), Tiers(policy, 9, 24, miss, wishes=4)
+    recording, case = requests(), Tiers(policy, 9, 24, miss, most_prefetches=4)
     assert in_the_store(fake, recording, case) == in_the_replay(recording, case)
 
 
@@ -276,7 +278,7 @@ def test_reads_ahead(fake: Fake, policy: str, miss: Miss) -> None:
 @pytest.mark.parametrize("miss", MISSES)
 @pytest.mark.parametrize("quality", [1.0, 0.7])
 def test_hints(fake: Fake, quality: float, miss: Miss) -> None:
-    recording, case = requests(), Tiers("adaptive", 9, 24, miss, wishes=4, hinted=quality)
+    recording, case = requests(), Tiers("adaptive", 9, 24, miss, most_prefetches=4, hinted=quality)
     assert in_the_store(fake, recording, case) == in_the_replay(recording, case)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moeinf.offload.policy.base import Passive, Setup, Weights, Wish, chosen_cells
+from moeinf.offload.policy.base import Passive, Prefetch, Setup, Weights, chosen_cells
 from moeinf.offload.policy.requests import RunningRequests
 from moeinf.offload.routing.eamc import eviction_priorities, normalised, prefetch_priorities
 from moeinf.offload.routing.trace import Phase
@@ -74,7 +74,7 @@ class PlainEamc(Passive):
     def forget(self, cells: Iterable[int]) -> None:
         self._resident[list(cells)] = False
 
-    def prefetch(self, most: int) -> Sequence[Wish]:
+    def prefetch(self, most: int) -> Sequence[Prefetch]:
         if not len(self._requests.eamc) or self._layer >= self.setup.shape.layers - 1:
             return ()
         first = (self._layer + 1) * self.setup.shape.experts
@@ -84,7 +84,7 @@ class PlainEamc(Passive):
             keys = self._eviction.ravel()
             ahead[keys[first:] <= keys[self._resident].min()] = 0
         best = (-ahead).argsort(kind="stable")[:most]
-        return [Wish(first + int(place), False) for place in best if ahead[place] > 0]
+        return [Prefetch(first + int(place), False) for place in best if ahead[place] > 0]
 
     def _predict(self) -> None:
         active = self._requests.active()

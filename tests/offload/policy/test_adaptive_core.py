@@ -82,9 +82,9 @@ class Pair:
             cells = {layer * self.experts + int(e) for e in chosen.ravel() if e >= 0}
             for cell in sorted(cells - self.resident):
                 self.fetch(cell, cells)
-            wishes = self.native.wishes(6)
-            assert wishes == self.plain.wishes(6)
-            for cell, _urgent, _probability in wishes[:2]:
+            prefetches = self.native.wishes(6)
+            assert prefetches == self.plain.wishes(6)
+            for cell, _urgent, _probability in prefetches[:2]:
                 self.fetch(cell, cells)
             if layer == 1 and self.resident:  # a read that has failed
                 for policy in (self.native, self.plain):

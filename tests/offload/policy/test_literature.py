@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moeinf.offload.policy.base import Passive, Setup, Wish
+from moeinf.offload.policy.base import Passive, Prefetch, Setup
 from moeinf.offload.policy.literature.arc import Arc
 from moeinf.offload.policy.literature.eamc_v1 import EamcV1
 from moeinf.offload.policy.literature.fmoe import Fmoe
@@ -89,7 +89,7 @@ def test_eamc_v1_evicts_by_the_sequence_and_prefetches_by_the_closest() -> None:
     policy = EamcV1(Setup(TWO, 6, past))
     policy.begin_pass(ROW, "decode")
     policy.routed(0, ids(1))
-    assert policy.prefetch(9) == [Wish(5, False)]
+    assert policy.prefetch(9) == [Prefetch(5, False)]
     for cell in (0, 1, 4):
         policy.admitted(cell)
     assert leave(policy) == [0, 4, 1]
@@ -123,7 +123,7 @@ def test_a_predictor_learns_a_chain(kind: type[Passive], ahead: tuple[int, ...])
     policy = kind(Setup(CHAIN, 24))
     expert = run_chain(policy, 200, last_layer=2)
     wanted = {(1 + far) * 4 + expert for far in ahead}
-    assert {wish.cell for wish in policy.prefetch(9)} >= wanted
+    assert {prefetch.cell for prefetch in policy.prefetch(9)} >= wanted
     for cell in range(24):
         policy.admitted(cell)
     order = leave(policy)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moeinf.offload.policy.adaptive import Adaptive, AdaptiveKnobs
-from moeinf.offload.policy.base import Policy, Setup, Wish
+from moeinf.offload.policy.base import Policy, Prefetch, Setup
 from moeinf.offload.policy.belady import Belady
 from moeinf.offload.policy.eamc import EamcKnobs, EamcPolicy
 from moeinf.offload.policy.lfu import Lfu
@@ -111,7 +111,7 @@ def test_eamc_evicts_and_prefetches_what_the_match_says() -> None:
     policy = EamcPolicy(Setup(TWO, 6, past()), EamcKnobs(epsilon=1 / 8))
     policy.begin_pass(ROW, "decode")
     policy.routed(0, ids(0))
-    assert policy.prefetch(9) == [Wish(3, False), Wish(4, False)]
+    assert policy.prefetch(9) == [Prefetch(3, False), Prefetch(4, False)]
     for cell in range(6):
         policy.admitted(cell)
     assert policy.prefetch(9) == []
@@ -127,7 +127,7 @@ def test_eamc_starts_decoding_from_what_prefill_was_like() -> None:
         policy.routed(layer, np.array([[1], [1]]))
     policy.end_pass(None)
     policy.begin_pass(ROW, "decode")
-    assert policy.prefetch(2) == [Wish(1, False)]  # the last layer is L away and weighs nothing
+    assert policy.prefetch(2) == [Prefetch(1, False)]  # the last layer is L away and weighs nothing
 
 
 def test_eamc_sums_over_active_requests() -> None:
@@ -135,7 +135,7 @@ def test_eamc_sums_over_active_requests() -> None:
     policy = EamcPolicy(Setup(TWO, 6, past()))
     policy.begin_pass(np.array([7, 8]), "decode")
     policy.routed(0, np.array([[0], [1]]))
-    assert sorted(wish.cell for wish in policy.prefetch(9)) == [3, 4, 5]
+    assert sorted(prefetch.cell for prefetch in policy.prefetch(9)) == [3, 4, 5]
 
 
 def test_eamc_drops_encoder_rows_once_decoding() -> None:
@@ -190,7 +190,7 @@ def test_adaptive_protects_hints_and_asks_for_them() -> None:
     policy.admitted(5)
     policy.admitted(0)
     policy.hinted(1, ids(1, 2))
-    assert list(policy.prefetch(4)) == [Wish(6, True)]
+    assert list(policy.prefetch(4)) == [Prefetch(6, True)]
     assert policy.victim(anyone) == 0
     assert policy.victim(anyone) == 5  # nothing else is left: a hint never blocks
     policy.routed(1, ids(2))
@@ -205,7 +205,7 @@ def test_adaptive_stops_listening_to_a_gate_that_is_wrong() -> None:
         policy.begin_pass(ROW, "decode")
         policy.routed(0, ids(0))
         policy.hinted(1, ids(2))
-        asked.append(len([wish for wish in policy.prefetch(4) if wish.urgent]))
+        asked.append(len([prefetch for prefetch in policy.prefetch(4) if prefetch.urgent]))
         policy.routed(1, ids(3))
         policy.end_pass(None)
     assert asked[0] == 1
@@ -243,7 +243,7 @@ def test_a_victim_is_resident_allowed_and_told_once(
                 resident.remove(victim)
             policy.admitted(cell)
             resident.add(cell)
-        assert all(wish.cell not in resident for wish in policy.prefetch(4))
+        assert all(prefetch.cell not in resident for prefetch in policy.prefetch(4))
         policy.end_pass(None)
     assert sorted(leave(policy)) == sorted(resident)
 

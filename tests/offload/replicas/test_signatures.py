@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from moeinf.offload.replicas.asked import grams
+from moeinf.offload.replicas.route_keys import grams
 from moeinf.offload.replicas.signatures import Signatures
 
 LAW = np.array([[9, 1, 0, 0], [0, 8, 2, 0]])

@@ -16,7 +16,7 @@ def link() -> tuple[Link, list[int]]:
 def test_demand_waits_for_one_piece() -> None:
     """The read ahead of 0-8 yields at 4 to a demand of 3. It goes on from 12 to 16."""
     found, _ = link()
-    found.wish([1], 0.0)
+    found.prefetch([1], 0.0)
     found.run_until(3.0)
     assert found.arriving == {1: 8.0}
     assert found.demand(3.0) == 4.0 + READ
@@ -28,7 +28,7 @@ def test_demand_waits_for_one_piece() -> None:
 
 def test_the_last_piece_is_not_cut() -> None:
     found, _ = link()
-    found.wish([1, 2], 0.0)
+    found.prefetch([1, 2], 0.0)
     found.run_until(7.0)
     assert found.demand(7.0) == 8.0 + READ
     assert found.arrived(8.0) == [1]
@@ -39,7 +39,7 @@ def test_the_last_piece_is_not_cut() -> None:
 def test_a_demand_for_the_cell_that_is_read_ahead() -> None:
     """It does not yield, and demand that comes with it follows it."""
     found, _ = link()
-    found.wish([1], 0.0)
+    found.prefetch([1], 0.0)
     found.run_until(3.0)
     found.hasten([5, 1])
     assert found.demand(3.0) == 8.0 + READ
@@ -47,12 +47,12 @@ def test_a_demand_for_the_cell_that_is_read_ahead() -> None:
 
 
 def test_a_half_read_cell_is_dropped_when_no_longer_wished_for() -> None:
-    for wishes, end in (([1, 3], 16.0), ([3], None)):
+    for prefetches, end in (([1, 3], 16.0), ([3], None)):
         found, dropped = link()
-        found.wish([1], 0.0)
+        found.prefetch([1], 0.0)
         found.run_until(3.0)
         found.demand(3.0)
-        found.wish(wishes, 3.0)
+        found.prefetch(prefetches, 3.0)
         assert found.arriving.get(1) == end
         assert dropped == ([] if end else [1])
         found.run_until(13.0)
@@ -61,7 +61,7 @@ def test_a_half_read_cell_is_dropped_when_no_longer_wished_for() -> None:
 
 def test_a_running_read_is_not_dropped() -> None:
     found, dropped = link()
-    found.wish([1], 0.0)
+    found.prefetch([1], 0.0)
     found.run_until(3.0)
-    found.wish([2], 3.0)
+    found.prefetch([2], 3.0)
     assert (found.arriving, dropped) == ({1: 8.0}, [])

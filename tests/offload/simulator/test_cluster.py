@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from moeinf.offload.replicas.asked import asked
+from moeinf.offload.replicas.route_keys import route_keys
 from moeinf.offload.replicas.router import Router
 from moeinf.offload.routing.requests_file import RecordedRequest, RecordedRequests
 from moeinf.offload.routing.trace import RoutingShape
@@ -43,7 +43,7 @@ def talk(arrives_s: float, *recorded: int, name: str = "x", first: int = 0) -> C
     pieces, turns = list[str](), []
     for n, place in enumerate(recorded):
         pieces.append(f"{name} {n}")
-        one = asked(first + n, pieces, name)
+        one = route_keys(first + n, pieces, name)
         turns.append(Turn(one, place, recorded[:n], 0.0))
     return Conversation(arrives_s, 0, tuple(turns))
 
@@ -103,7 +103,7 @@ def test_experts_send_each_kind_to_its_replica() -> None:
         Conversation(
             500.0 * n,
             0,
-            (Turn(asked(n, [f"{n}", f"word{'ab'[n % 3 == 0]}"]), int(n % 3 == 0), (), 0.0),),
+            (Turn(route_keys(n, [f"{n}", f"word{'ab'[n % 3 == 0]}"]), int(n % 3 == 0), (), 0.0),),
         )
         for n in range(60)
     ]
@@ -156,7 +156,7 @@ def test_words_tell_the_kind_as_much_as_asked() -> None:
         turns = [turn for one in drawn(telling=telling, faithful=1.0) for turn in one.turns]
         kinds = [set[int](), set[int]()]
         for turn in turns:
-            kinds[turn.recorded % 2].update(turn.asked.grams.tolist())
+            kinds[turn.recorded % 2].update(turn.keys.grams.tolist())
         return len(kinds[0] & kinds[1]) / len(kinds[0] | kinds[1])
 
     assert shared(1.0) == 0.0

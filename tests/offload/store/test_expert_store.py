@@ -80,7 +80,7 @@ class Shards:
         policy = POLICIES[name](Setup(RoutingShape(L, E, K), slots, past()))
         host = HostTier(self.layouts, E, pool, transfer, policy, TorchMath())
         return ExpertStore(
-            (host,), wishes=2 * K if name in USE_PAST else 0, hints=name in USE_HINTS
+            (host,), most_prefetches=2 * K if name in USE_PAST else 0, hints=name in USE_HINTS
         )
 
 
@@ -326,7 +326,7 @@ def test_a_slot_that_a_hung_read_may_write_to_is_lost_until_it_ends(
 def test_a_layer_asks_for_its_misses_when_it_is_submitted(shards: Shards) -> None:
     """The reads start with or without an earlier hint, and not only in result()."""
     store = shards.store(slots=L * E, name="adaptive")
-    store._wishes = 0  # nothing is there before it is asked for
+    store._most_prefetches = 0  # nothing is there before it is asked for
     asked: list[int] = []
     demand = store.host._transfer.demand
 

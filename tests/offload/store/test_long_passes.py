@@ -25,7 +25,7 @@ def test_the_next_layer_is_read_while_this_one_computes() -> None:
     host = HostTier(
         [LAYOUT] * 12, SHAPE.experts, pool, AtOnce(), Lru(Setup(SHAPE, slots)), NoMath()
     )  # type: ignore[arg-type]
-    store = ExpertStore((host,), wishes=8)
+    store = ExpertStore((host,), most_prefetches=8)
     store.begin_pass(torch.zeros(len(IDS), dtype=torch.int64), "prefill", [slice(0, len(IDS))])
     assert store.wants_hints
     for layer, read in ((0, 4), (1, 8), (2, 12)):

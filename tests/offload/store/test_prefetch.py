@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from moeinf.offload.policy.base import Setup, Wish
+from moeinf.offload.policy.base import Prefetch, Setup
 from moeinf.offload.policy.lru import Lru
 from moeinf.offload.routing.trace import RoutingShape
 from moeinf.offload.store.prefetch import ReadAhead
@@ -61,10 +61,10 @@ def ahead(transfer: Yielding, residency: Residency, judge: Judge) -> ReadAhead:
 def test_a_half_read_expert_stays_while_it_is_wished_for(
     ahead: ReadAhead, residency: Residency, transfer: Yielding
 ) -> None:
-    ahead.wish([Wish(4, True), Wish(5, True)])
+    ahead.prefetch([Prefetch(4, True), Prefetch(5, True)])
     ahead.settle()
     assert 4 in ahead.begun
-    ahead.wish([Wish(5, True), Wish(6, True)])
+    ahead.prefetch([Prefetch(5, True), Prefetch(6, True)])
     assert transfer.cancelled == [1]
     assert [residency.has_slot(cell) for cell in (4, 5, 6)] == [False, True, True]
     assert residency.free == 1
@@ -73,19 +73,19 @@ def test_a_half_read_expert_stays_while_it_is_wished_for(
 def test_its_layer_makes_it_demand(
     ahead: ReadAhead, residency: Residency, transfer: Yielding
 ) -> None:
-    ahead.wish([Wish(4, True)])
+    ahead.prefetch([Prefetch(4, True)])
     ahead.settle()
     assert ahead.take(4) == 1
     assert (transfer.hastened, transfer.cancelled) == ([1], [])
-    ahead.wish([])  # it is no read ahead any more
+    ahead.prefetch([])  # it is no read ahead any more
     assert residency.has_slot(4)
 
 
 def test_a_dropped_read_counts_as_a_wrong_claim(ahead: ReadAhead, judge: Judge) -> None:
     before, judge.times = judge._came.value, Times(read=10.0, piece=2.0, layer=20.0)
-    ahead.wish(judge.worth([Wish(4, True)], 0))
+    ahead.prefetch(judge.worth([Prefetch(4, True)], 0))
     ahead.settle()
-    ahead.wish([])
+    ahead.prefetch([])
     assert judge._came.value < before
     assert judge.saved == -(2.0 / 20 * 5 + 0.1 * 10)  # the delay of demand, the regret
 
@@ -93,6 +93,6 @@ def test_a_dropped_read_counts_as_a_wrong_claim(ahead: ReadAhead, judge: Judge) 
 def test_the_warm_start_is_not_dropped(ahead: ReadAhead, residency: Residency) -> None:
     assert ahead.warm([4, 5]) == 2
     ahead.settle()
-    ahead.wish([])
+    ahead.prefetch([])
     assert residency.has_slot(4)
     assert residency.has_slot(5)

@@ -1,10 +1,10 @@
-"""Test that prefetching stops without waits, starts with them, and that each wish is weighed."""
+"""Test that prefetching stops without waits, starts with them, and that prefetches are weighed."""
 
 from __future__ import annotations
 
 import pytest
 
-from moeinf.offload.policy.base import Wish
+from moeinf.offload.policy.base import Prefetch
 from moeinf.offload.store import prefetch_gate
 from moeinf.offload.store.prefetch_gate import Calls, Gate, Judge, Throttle, Times
 
@@ -41,7 +41,7 @@ def test_none_is_always_open() -> None:
 
 
 def accepted(judge: Judge, probability: float, cell: int = 4, layer: int = 0) -> bool:
-    return bool(judge.worth([Wish(cell, True, probability)], layer))
+    return bool(judge.worth([Prefetch(cell, True, probability)], layer))
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_more_slack_for_a_later_layer() -> None:
     assert accepted(judge, 0.55, layer=2)
     assert accepted(judge, 0.55, layer=1)
     assert not accepted(judge, 0.55, layer=0)
-    assert judge.worth([Wish(4, True, 0.55)], 0, begun={4})  # a read that has begun goes on
+    assert judge.worth([Prefetch(4, True, 0.55)], 0, begun={4})  # a read that has begun goes on
 
 
 def test_claims_that_do_not_come_true_are_corrected_and_tried_again() -> None:
@@ -106,7 +106,7 @@ def test_victims_that_are_missed_make_reads_dearer() -> None:
 
 
 def test_the_times_are_measured() -> None:
-    """Until a read has ended, all is worth it. A slow drive then needs surer wishes."""
+    """Until a read has ended, all is worth it. A slow drive then needs surer prefetches."""
     judge = Judge(4, 4)
     assert accepted(judge, 0.01)
     judge.measured(4.0, Calls(), 5)
@@ -249,5 +249,5 @@ def test_reads_ahead_save_what_a_miss_costs_its_layer(
     assert judge.saved == pytest.approx(saves)
     accepted(judge, 0.9)
     judge.judged(4, used=False)
-    judge.judged(4, used=True)  # no read of a wish that was found worth it
+    judge.judged(4, used=True)  # no read of a prefetch that was found worth it
     assert judge.saved == pytest.approx(saves - (0.5 + 0.1 * saves if saves else 0))

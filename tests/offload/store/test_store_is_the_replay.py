@@ -44,7 +44,7 @@ class Counts:
 
 
 def in_the_store(
-    recording: Recording, name: str, slots: int, hints: HintSource | None, wishes: int
+    recording: Recording, name: str, slots: int, hints: HintSource | None, prefetches: int
 ) -> Counts:
     shape = recording.shape
     eamc, tracer = Eamc(64, shape.layers, shape.experts), Tracer(shape)
@@ -54,7 +54,7 @@ def in_the_store(
         [LAYOUT] * (shape.layers * shape.experts), shape.experts, pool,
         AtOnce(), policy, NoMath(),  # type: ignore[arg-type]
     )  # fmt: skip
-    store = ExpertStore((host,), wishes=wishes, hints=hints is not None)
+    store = ExpertStore((host,), most_prefetches=prefetches, hints=hints is not None)
     insertions, last = 0, recording.last_pass()
     for index, running in enumerate(recording.passes):
         hinted = hints.of_pass(running) if hints is not None else None
@@ -83,13 +83,13 @@ def in_the_store(
 
 
 def in_the_replay(
-    recording: Recording, name: str, slots: int, hints: HintSource | None, wishes: int
+    recording: Recording, name: str, slots: int, hints: HintSource | None, prefetches: int
 ) -> Counts:
     shape = recording.shape
     conditions = Conditions(slots, TimeModel(ram_over_link=1e-9), hints)
     eamc = Eamc(64, shape.layers, shape.experts)
     replay = Replay(recording, POLICIES[name], conditions, eamc)
-    replay._most_wishes = wishes
+    replay._most_prefetches = prefetches
     tokens = replay.run().tokens
     return Counts(
         sum(t.hits for t in tokens), sum(t.reads for t in tokens), sum(t.insertions for t in tokens)

@@ -20,7 +20,7 @@ from moeinf.runtime.jobs.evaluate import evaluate
 from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
 from moeinf.runtime.library.repacking.repack import repack
 from moeinf.runtime.library.sources import LocalSource
-from moeinf.runtime.library.staging import Workplace
+from moeinf.runtime.library.staging import StagingFolder
 from moeinf.runtime.names import parse_name
 from moeinf.runtime.sampling.sampler import SamplingOptions
 from scripts.make_checkpoint import byte_tokenizer
@@ -168,14 +168,14 @@ def test_fused_experts_are_named(tmp_path: Path) -> None:
 
 def test_what_an_earlier_attempt_wrote_is_not_forgotten(tmp_path: Path) -> None:
     """A pull with --allow-nan is interrupted and resumed without the option."""
-    work = Workplace(tmp_path / "work", {"of": "x"})
+    work = StagingFolder(tmp_path / "work", {"of": "x"})
     for _ in range(2):
         work.add_broken("a.weight")
         work.add_rounded("b.weight")
     work.commit()
-    again = Workplace(tmp_path / "work", {"of": "x"})
+    again = StagingFolder(tmp_path / "work", {"of": "x"})
     assert (again.broken, again.rounded) == (["a.weight"], ["b.weight"])
-    assert Workplace(tmp_path / "work", {"of": "y"}).broken == []
+    assert StagingFolder(tmp_path / "work", {"of": "y"}).broken == []
 
 
 @pytest.fixture

@@ -15,10 +15,10 @@ from moeinf.models.layers.attention import (
     GqaAttention,
     GqaCore,
     GqaShape,
-    NormLastCore,
-    PairCore,
+    InterleavedRopeCore,
+    NormAfterRopeCore,
+    NoRopeCore,
     Projections,
-    StillCore,
 )
 from moeinf.models.layers.decoder import Block
 from moeinf.models.layers.feed_forward import DenseFfn
@@ -38,8 +38,8 @@ from moeinf.native import (
     SlotKernel,
 )
 from moeinf.offload.format.quantise import quantise
-from moeinf.offload.store.all_there import AtOnce, WholeLayers
 from moeinf.offload.store.compute import MOST_ROWS
+from moeinf.offload.store.resident_layers import NativeLayer, NativeLayerExperts
 from moeinf.runtime.dense.cpu_backend import CpuMath
 from moeinf.runtime.dense.cpu_block import NativeBlock, why_in_pieces
 from moeinf.runtime.dense.cpu_fused import tuned
@@ -63,7 +63,7 @@ class Sums:
         return Done(x * (ids.sum(1, keepdim=True) + weights.sum(1, keepdim=True)).to(x.dtype))
 
 
-class InSlots(WholeLayers):
+class InSlots(NativeLayerExperts):
     """`Experts` of both layers in slots; `absent` have none. It counts how a layer is computed."""
 
     wants_hints = False
@@ -90,7 +90,7 @@ class InSlots(WholeLayers):
     def submit(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Done:
         self.submitted += 1
         found = ids if self.kernel.count(layer, ids.data_ptr(), *ids.shape) >= 0 else ids % 2
-        return Done(AtOnce(self.kernel, layer, x, found, weights, 0).result())
+        return Done(NativeLayer(self.kernel, layer, x, found, weights, 0).result())
 
     def slots(self, layer: int) -> SlotKernel:
         return self.kernel
@@ -167,9 +167,9 @@ CASES: dict[str, Callable[[], Block]] = {
     "no experts": lambda: replace(block(gqa(FORMS)), ffn=lambda x, experts: x * 3),
     "part of a head rotates": lambda: block(gqa(FORMS)),
     "gated": lambda: block(gqa(FORMS, per_head=True, gated=True)),
-    "no rotation": lambda: block(gqa(FORMS, core=StillCore)),
-    "neighbours rotate": lambda: block(gqa(FORMS, core=PairCore)),
-    "norms after the rotation": lambda: block(gqa(FORMS, per_head=True, core=NormLastCore)),
+    "no rotation": lambda: block(gqa(FORMS, core=NoRopeCore)),
+    "neighbours rotate": lambda: block(gqa(FORMS, core=InterleavedRopeCore)),
+    "norms after the rotation": lambda: block(gqa(FORMS, per_head=True, core=NormAfterRopeCore)),
     "narrow values": lambda: block(gqa(FORMS, value_dim=24)),
     "sinks, wide norms": lambda: replace(
         block(gqa(FORMS, sinks=Draw(2)(6), window=3)),

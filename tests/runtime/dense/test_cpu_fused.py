@@ -12,9 +12,9 @@ from moeinf.models.base import KvForm
 from moeinf.models.layers.attention import (
     GqaCore,
     GqaShape,
-    NormLastCore,
-    PairCore,
-    StillCore,
+    InterleavedRopeCore,
+    NormAfterRopeCore,
+    NoRopeCore,
 )
 from moeinf.models.layers.ffn import SigmoidGate
 from moeinf.models.layers.kv_cache import CacheLayout, KvCache, PassRows, Span
@@ -145,7 +145,7 @@ def test_partial_rotary(form: KvForm) -> None:
     assert not torch.equal(play(core, made, 16)[1], play(made[0], made, 16)[1])
 
 
-@pytest.mark.parametrize("kind", [StillCore, PairCore, NormLastCore])
+@pytest.mark.parametrize("kind", [NoRopeCore, InterleavedRopeCore, NormAfterRopeCore])
 def test_other_rotations(kind: type[GqaCore]) -> None:
     plain, layout, widths = gqa()
     changed = kind(plain.layer, plain.shape, *(HeadNorm(wide_norm(32)) for _ in "qk"))

@@ -99,7 +99,7 @@ def test_too_little_memory_names_the_least(open_engine: Open) -> None:
 def test_contexts(open_engine: Open) -> None:
     assert open_engine().info.context == 512
     assert open_engine(context=64).new_state().capacity == 64
-    with pytest.raises(BadContext, match="context of 512 tokens, not 513"):
+    with pytest.raises(BadContext, match="context of at most 512 tokens, got 513"):
         open_engine(context=513)
 
 

@@ -116,7 +116,7 @@ def test_languages_are_refused(switch: tuple[Settings, dict[str, Manifest]]) -> 
     folder = Library(settings).folder(manifest.model)
     with (
         Engine.open(manifest, folder, EngineConfig(), settings) as engine,
-        pytest.raises(BadLanguage, match="does not take languages"),
+        pytest.raises(BadLanguage, match="does not translate"),
     ):
         converse(engine, languages=Languages(target="fra_Latn"))
 

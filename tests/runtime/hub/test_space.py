@@ -15,14 +15,14 @@ from moeinf.runtime.checkpoints.inventory import take_inventory
 from moeinf.runtime.library.library import DEMO_CHECKPOINT
 from moeinf.runtime.library.repacking.repack import check_space
 from moeinf.runtime.library.sources import LocalSource
-from moeinf.runtime.library.staging import Workplace, taken_bytes
+from moeinf.runtime.library.staging import StagingFolder, taken_bytes
 
 MIB = 1 << 20
 Usage = namedtuple("Usage", ["total", "used", "free"])
 
 
 class Remote(LocalSource):
-    """A source that writes 3 MiB into the workplace."""
+    """A source that writes 3 MiB into the staging folder."""
 
     def space_bytes(self) -> int:
         return 3 * MIB
@@ -37,7 +37,7 @@ def test_what_an_interrupted_pull_has_written_is_not_asked_for_again(
     """
     source = Remote(open_checkpoint(DEMO_CHECKPOINT), "demo")
     inventory = take_inventory(family_of(source.checkpoint.config), source.checkpoint)
-    work = Workplace(tmp_path / "work", {})
+    work = StagingFolder(tmp_path / "work", {})
     disk = inventory.disk_bytes("BF16") + 3 * MIB
     (work.folder / "source").mkdir()
     for name in ("source/a.safetensors", "source/b.incomplete", "experts.parts"):
@@ -85,13 +85,13 @@ def test_what_was_fetched_stays_where_another_making_is_of_the_same_repository(
 ) -> None:
     """Source files are hashed before use, so they stay when only the journal's form differs."""
     folder = tmp_path / "work"
-    work = Workplace(folder, {"source": {"repository": "org/one", "commit": "c"}, "tag": "q4"})
+    work = StagingFolder(folder, {"source": {"repository": "org/one", "commit": "c"}, "tag": "q4"})
     for name in ("source/a.incomplete", "experts/L000/E000.safetensors", "experts.parts"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(b"x")
     work.add_done("b")
     work.commit()
-    work = Workplace(folder, {"source": {"repository": repository, "files": "f"}, "tag": "q4"})
+    work = StagingFolder(folder, {"source": {"repository": repository, "files": "f"}, "tag": "q4"})
     assert not work.done
     left = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     assert left == {"journal.jsonl", *(["source/a.incomplete"] if kept else [])}

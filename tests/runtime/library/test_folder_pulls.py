@@ -19,7 +19,7 @@ from moeinf.runtime.library.repacking import repack as repacking
 from moeinf.runtime.library.repacking import shard_writer
 from moeinf.runtime.library.repacking.repack import repack
 from moeinf.runtime.library.sources import LocalSource
-from moeinf.runtime.library.staging import JOURNAL, Workplace, partial_folder
+from moeinf.runtime.library.staging import JOURNAL, StagingFolder, partial_folder
 from moeinf.runtime.names import parse_name
 from tests.conftest import ignore
 
@@ -186,17 +186,17 @@ def test_a_journal_of_another_folder_is_not_continued(
     """The other folder has equal files, with their times."""
     other = shutil.copytree(folder, tmp_path / "other")
     making = {"source": source_of(other).identity(), "tag": NAME.tag}
-    assert Workplace(interrupted, making).files == {}
+    assert StagingFolder(interrupted, making).files == {}
 
 
 def test_what_follows_a_torn_line_is_kept(tmp_path: Path) -> None:
     """A power cut tears the journal's last line; the next attempt's lines are whole."""
     making = {"tag": "q4"}
-    Workplace(tmp_path, making)
+    StagingFolder(tmp_path, making)
     journal = tmp_path / JOURNAL
     journal.write_bytes(journal.read_bytes() + b'{"done": "a.safeten')
-    again = Workplace(tmp_path, making)
+    again = StagingFolder(tmp_path, making)
     assert again.done == set()
     again.add_done("b.safetensors")
     again.commit()
-    assert Workplace(tmp_path, making).done == {"b.safetensors"}
+    assert StagingFolder(tmp_path, making).done == {"b.safetensors"}

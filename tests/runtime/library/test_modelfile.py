@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moeinf.runtime.invalid import InvalidValue
-from moeinf.runtime.library.defaults import Defaults, Said, with_defaults
+from moeinf.runtime.library.defaults import DefaultMessage, Defaults, with_defaults
 from moeinf.runtime.library.modelfile import (
     BadModelfile,
     Modelfile,
@@ -48,8 +48,8 @@ def test_the_grammar() -> None:
     }
     assert found.without_effect == ["num_gpu"]
     assert found.messages == [
-        Said("user", "Is Toronto in Canada? # yes"),
-        Said("assistant", "yes\nit is"),
+        DefaultMessage("user", "Is Toronto in Canada? # yes"),
+        DefaultMessage("assistant", "yes\nit is"),
     ]
     assert found.licences == ["", "MIT"]
     assert found.template == "{{ messages[-1].content }}"
@@ -100,10 +100,12 @@ def test_quoted_texts_are_read_back(text: str) -> None:
 
 
 def test_defaults_fill_those_of_the_base() -> None:
-    base = Defaults("demo", "old", "t", {"seed": 1, "top_k": 2}, (Said("user", "a"),), ("MIT",))
+    base = Defaults(
+        "demo", "old", "t", {"seed": 1, "top_k": 2}, (DefaultMessage("user", "a"),), ("MIT",)
+    )
     new = Defaults("mario", "new", None, {"seed": 3}, (), ("MIT", "BSD"))
     merged = Defaults(
-        "mario", "new", "t", {"seed": 3, "top_k": 2}, (Said("user", "a"),), ("MIT", "BSD")
+        "mario", "new", "t", {"seed": 3, "top_k": 2}, (DefaultMessage("user", "a"),), ("MIT", "BSD")
     )
     assert new.over(base) == merged
     assert parameter_lines(merged) == [("seed", "3"), ("top_k", "2")]
@@ -111,7 +113,9 @@ def test_defaults_fill_those_of_the_base() -> None:
 
 def test_defaults_stand_before_a_request() -> None:
     user, own = {"role": "user", "content": "q"}, {"role": "system", "content": ""}
-    given = Defaults("demo", system="s", messages=(Said("user", "a"), Said("assistant", "b")))
+    given = Defaults(
+        "demo", system="s", messages=(DefaultMessage("user", "a"), DefaultMessage("assistant", "b"))
+    )
     said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     assert with_defaults(None, [user]) == [user]
     assert with_defaults(given, [user]) == [{"role": "system", "content": "s"}, *said, user]

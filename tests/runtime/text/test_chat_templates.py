@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from moeinf.runtime.text.answer_parser import Speech
+from moeinf.runtime.text.answer_parser import AnswerParser
 from moeinf.runtime.text.chat_template import TemplateWorker
 from moeinf.runtime.text.offered_tools import Call
 from moeinf.runtime.text.tool_calls import format_of, knows_tools
@@ -314,9 +314,9 @@ def test_a_rendered_call_is_parsed_again(template: str, size: int) -> None:
         )
     finally:
         worker.close()
-    speech, text = Speech(template, before, TOOLS), after.removeprefix(before)
-    heard = [part for at in range(0, len(text), size) for part in speech.add(text[at : at + size])]
-    assert Call("add", arguments) in [*heard, *speech.rest()]
+    parser, text = AnswerParser(template, before, TOOLS), after.removeprefix(before)
+    heard = [part for at in range(0, len(text), size) for part in parser.add(text[at : at + size])]
+    assert Call("add", arguments) in [*heard, *parser.rest()]
 
 
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeinf.runtime.text.answer_parser import Speech
+from moeinf.runtime.text.answer_parser import AnswerParser
 from moeinf.runtime.text.tool_calls import knows_tools
 from moeinf.runtime.text.tool_values import load_json
 from tests.runtime.text.recent_call_texts import RECENT
@@ -54,10 +54,10 @@ TOOLS: list[dict[str, Any]] = [
 
 def hear(template: str, text: str, size: int = 1000, tools: Any = TOOLS) -> list[Any]:
     """Return calls, and texts joined while their kind stays the same."""
-    speech = Speech(template, "", tools)
+    parser = AnswerParser(template, "", tools)
     said: list[Any] = []
-    parts = [p for at in range(0, len(text), size) for p in speech.add(text[at : at + size])]
-    for part in [*parts, *speech.rest()]:
+    parts = [p for at in range(0, len(text), size) for p in parser.add(text[at : at + size])]
+    for part in [*parts, *parser.rest()]:
         before = said[-1] if said else None
         if isinstance(part, tuple) and isinstance(before, tuple) and before[0] == part[0]:
             said[-1] = part[0], before[1] + part[1]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeinf.runtime.text.answer_parser import Speech
+from moeinf.runtime.text.answer_parser import AnswerParser
 from moeinf.runtime.text.chat_template import TemplateWorker
 from moeinf.runtime.text.offered_tools import Call
 from moeinf.runtime.text.tool_values import load_value
@@ -74,8 +74,8 @@ def test_what_a_template_writes_is_read_back(template: str) -> None:
         text = worker.render(calls, tools=TOOLS)
     finally:
         worker.close()
-    speech = Speech(template, "", TOOLS)
-    assert [*speech.add(text), *speech.rest()] == [Call("f", arguments)]
+    parser = AnswerParser(template, "", TOOLS)
+    assert [*parser.add(text), *parser.rest()] == [Call("f", arguments)]
 
 
 def like(value: Any, wanted: Any) -> bool:

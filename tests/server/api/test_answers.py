@@ -12,7 +12,7 @@ from moeinf.runtime.library.manifest import DamagedModel, NewerModel
 from moeinf.runtime.machine.device_choice import DeviceUnavailable
 from moeinf.server.api.answers import words_of
 
-_FAILED = "if that goes on, restart `moeinf serve`: a GPU that has failed is lost to its process"
+_FAILED = "if this persists, restart `moeinf serve`: a process cannot use a GPU after a fault"
 
 
 @pytest.mark.parametrize(

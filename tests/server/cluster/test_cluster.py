@@ -31,7 +31,7 @@ def cluster(demo_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     assert code in (0, 130)
 
 
-def test_every_api_answers_through_the_doors(cluster: Cluster) -> None:
+def test_every_api_answers_through_the_ingress(cluster: Cluster) -> None:
     ollama = cluster.post("/api/chat", {**CHAT, "stream": False, "options": {"temperature": 0}})
     assert ollama.json()["message"]["content"] == "42"
     openai = cluster.post("/v1/chat/completions", {**CHAT, "temperature": 0})

@@ -40,18 +40,18 @@ def test_serve_builds_the_deployment_that_serve_yaml_asks_for() -> None:
 
     config = yaml.safe_load((DOCS / "serve.yaml").read_text())["applications"][0]
     assert config["import_path"] == f"{build.__module__}:{build.__name__}"
-    doors = built(build, {**config["args"], "drain_s": 7})._bound_deployment
-    replica = doors.init_args[0]._bound_deployment
-    assert doors.ray_actor_options == {"num_cpus": 0}
+    ingress = built(build, {**config["args"], "drain_s": 7})._bound_deployment
+    replica = ingress.init_args[0]._bound_deployment
+    assert ingress.ray_actor_options == {"num_cpus": 0}
     assert replica.ray_actor_options == {
         "num_cpus": 4.0, "memory": 8 << 30, "resources": {"moeinf_drive": 1.0},
     }  # fmt: skip
     about = replica._deployment_config
     scaling = about.autoscaling_config
     assert (scaling.min_replicas, scaling.max_replicas) == (2, 4)
-    # An update replaces both. Serve's own time for the doors would cut answers off.
+    # An update replaces both. Serve's own time for the ingress would cut answers off.
     assert about.graceful_shutdown_timeout_s == 7
-    assert doors._deployment_config.graceful_shutdown_timeout_s == 7
+    assert ingress._deployment_config.graceful_shutdown_timeout_s == 7
 
 
 def test_the_manifest_serves_as_many_replicas_as_it_has_drives() -> None:
@@ -107,5 +107,5 @@ def test_why_replicas_do_not_start(told: str, words: str, monkeypatch: pytest.Mo
 def test_a_replica_takes_what_is_free(memory: str | None) -> None:
     from moeinf.server.cluster.launch import build
 
-    doors = build({"memory": memory})._bound_deployment
-    assert "memory" not in doors.init_args[0]._bound_deployment.ray_actor_options
+    ingress = build({"memory": memory})._bound_deployment
+    assert "memory" not in ingress.init_args[0]._bound_deployment.ray_actor_options

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import moeinf.server.cluster
 
-WITH_RAY = {"doors", "launch", "request_router"}
+WITH_RAY = {"ingress", "launch", "request_router"}
 _SHOW = """
 import importlib, sys
 for name in {names}:

@@ -14,8 +14,8 @@ import pytest
 from moeinf.offload.replicas.router import Published
 from moeinf.runtime.config import EngineConfig, PrefixBudget, ServerSettings
 from moeinf.runtime.sizes import MemorySize
-from moeinf.server.cluster.asking import asked_of
 from moeinf.server.cluster.replica import Replica
+from moeinf.server.cluster.request_keys import keys_of
 
 CONFIG = EngineConfig(memory=MemorySize(share=0.5))
 
@@ -42,11 +42,11 @@ def test_a_replica_answers_and_publishes(
         body = json.dumps({
             "model": "demo", "prompt": "17+25=", "options": {"temperature": 0}
         }).encode()  # fmt: skip
-        asked = asked_of([], body)
+        keys = keys_of([], body)
         try:
             assert replica.record_routing_stats()["models"] == {}
             start, *parts = [
-                m async for m in replica.answer(scope_of("/api/generate", body), body, asked)
+                m async for m in replica.answer(scope_of("/api/generate", body), body, keys)
             ]
             assert start["status"] == 200
             lines = b"".join(part.get("body", b"") for part in parts).splitlines()
@@ -56,13 +56,13 @@ def test_a_replica_answers_and_publishes(
             published = stats["models"]["demo"]
             assert isinstance(published, Published)
             (observed,) = published.observed
-            assert (observed.number, observed.ended) == (asked.number, True)
+            assert (observed.number, observed.ended) == (keys.number, True)
             layers, experts = observed.eam.shape
             assert published.resident.shape == (layers * experts,)
             assert 0 < published.resident.sum() <= 0.5 * layers * experts + 1
             # Every layer has routed the same number of rows.
             assert len(np.unique(observed.eam.sum(1))) == 1
-            assert published.prefixes == frozenset(asked.prefixes if prefix else ())
+            assert published.prefixes == frozenset(keys.prefixes if prefix else ())
             assert "moeinf:generation_tokens_total" in stats["metrics"]
             assert replica.record_routing_stats()["models"]["demo"].observed == ()
             await leave(replica)
@@ -86,7 +86,7 @@ def test_a_replica_publishes_each_model_under_the_name_that_clients_use(
             body = json.dumps({
                 "model": model, "prompt": "17+25=", "options": {"temperature": 0}
             }).encode()  # fmt: skip
-            sent[model] = asked_of([], body)
+            sent[model] = keys_of([], body)
             messages = replica.answer(scope_of(path, body), body, sent[model])
             assert [m["status"] async for m in messages if "status" in m] == [200]
 
@@ -114,13 +114,13 @@ async def leave(replica: Replica) -> None:
         "model": "demo", "prompt": "a b c", "raw": True,
         "options": {"temperature": 0, "num_predict": 100_000, "num_ctx": 512},
     }).encode()  # fmt: skip
-    asked = asked_of([], body)
-    answer = replica.answer(scope_of("/api/generate", body), body, asked)
+    keys = keys_of([], body)
+    answer = replica.answer(scope_of("/api/generate", body), body, keys)
     async for message in answer:
         if message["type"] == "http.response.body":
             break
     (observed,) = replica.record_routing_stats()["models"]["demo"].observed
-    assert (observed.number, observed.ended) == (asked.number, False)
+    assert (observed.number, observed.ended) == (keys.number, False)
     await answer.aclose()  # type: ignore[attr-defined]
     (loaded,) = replica._app.state.host.loaded()
     async with asyncio.timeout(10):

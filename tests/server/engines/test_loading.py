@@ -11,7 +11,7 @@ import pytest
 
 from moeinf.runtime.config import ServerSettings, Settings
 from moeinf.runtime.engine.engine import Engine
-from moeinf.server.engines.model_manager import Host
+from moeinf.server.engines.model_manager import ModelManager
 from tests.server.engines.test_worker import CONFIG
 
 
@@ -26,7 +26,7 @@ def test_a_model_that_is_being_loaded(demo_home: Path, monkeypatch: pytest.Monke
         return make(*given)
 
     async def serve() -> None:
-        host = Host(Settings(demo_home), ServerSettings(), CONFIG)
+        host = ModelManager(Settings(demo_home), ServerSettings(), CONFIG)
         monkeypatch.setattr(Engine, "open", waits)
         assert host.starting() == {}
         coming = asyncio.create_task(host.model("demo:bf16"))

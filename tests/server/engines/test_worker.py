@@ -23,7 +23,7 @@ from moeinf.runtime.sizes import parse_memory
 from moeinf.runtime.text.panic import Panic
 from moeinf.server.engines import model_manager as host_module
 from moeinf.server.engines.jobs import Busy, Job, Unloaded
-from moeinf.server.engines.model_manager import Host
+from moeinf.server.engines.model_manager import ModelManager
 from moeinf.server.engines.worker import Worker
 
 CONFIG = EngineConfig(memory=parse_memory("100%"), trace=False)
@@ -85,7 +85,7 @@ def test_choices_and_notes_are_told(demo_home: Path) -> None:
         raise BrokenPipeError
 
     async def serve() -> tuple[Event, Event]:
-        host = Host(settings, ServerSettings(), CONFIG, tell)
+        host = ModelManager(settings, ServerSettings(), CONFIG, tell)
         keeper = asyncio.create_task(host.run())
         engine = (loaded := await host.model("demo:bf16")).worker.engine
         assert engine is not None
@@ -134,7 +134,7 @@ def test_a_model_stays_until_its_prompt_is_made(
     asked = Asked()
 
     async def serve() -> None:
-        host = Host(Settings(demo_home), ServerSettings(keep_alive_s=60), CONFIG)
+        host = ModelManager(Settings(demo_home), ServerSettings(keep_alive_s=60), CONFIG)
         keeper = asyncio.create_task(host.run())
         loaded = await host.model("demo:bf16")
         monkeypatch.setattr(host.library, "read", None)  # megabytes: not for what is loaded
@@ -163,7 +163,7 @@ def test_a_model_is_loaded_when_the_last_one_has_gone(
     make = Engine.open
 
     async def serve() -> None:
-        host = Host(Settings(demo_home), ServerSettings(), CONFIG)
+        host = ModelManager(Settings(demo_home), ServerSettings(), CONFIG)
         old = (await host.model("demo:bf16")).worker
 
         def watched(*given: Any) -> Engine:
@@ -203,7 +203,7 @@ def test_memory_is_made_by_unloading_what_is_idle_when_its_turn_comes(
             return True
 
     async def serve(config: EngineConfig) -> list[bool]:
-        host = Host(Settings(demo_home), ServerSettings(), config)
+        host = ModelManager(Settings(demo_home), ServerSettings(), config)
         manifest, _ = host.library.read("demo:bf16")
         workers = [Closes() for _ in range(3)]
         names = [host_module.ModelName(name, "bf16") for name in ("a", "b", "c")]
@@ -221,11 +221,11 @@ def test_memory_is_made_by_unloading_what_is_idle_when_its_turn_comes(
             await host._load(manifest.model, None)
         return [worker.closed for worker in workers]
 
-    async def started(_: Host, key: object, __: int | None) -> None:
+    async def started(_: ModelManager, key: object, __: int | None) -> None:
         refused.append(key)
         raise DoesNotFit(1, 2)
 
-    monkeypatch.setattr(Host, "_started", started)
+    monkeypatch.setattr(ModelManager, "_started", started)
     assert asyncio.run(serve(EngineConfig())) == [True, False, False]
     assert len(refused) == 2
     assert asyncio.run(serve(CONFIG)) == [False, False, False]  # --memory is too little in any case
@@ -267,7 +267,7 @@ def test_whatever_ends_the_thread_fails_all_its_requests(
         raise PanicException("unwrap on None")
 
     async def serve() -> None:
-        host = Host(Settings(demo_home), ServerSettings(parallel=1), CONFIG)
+        host = ModelManager(Settings(demo_home), ServerSettings(parallel=1), CONFIG)
         loaded = await host.model("demo:bf16")
         monkeypatch.setattr(Engine, "extend_all", panic)
         waiting = [Asked() for _ in range(3)]
@@ -302,7 +302,7 @@ def test_an_engine_that_does_not_end_is_not_waited_for(
     monkeypatch.setattr(Worker, "close", lambda self, seconds=0.2: close(self, min(seconds, 0.2)))
 
     async def serve() -> None:
-        host = Host(Settings(demo_home), ServerSettings(), CONFIG, said.append)
+        host = ModelManager(Settings(demo_home), ServerSettings(), CONFIG, said.append)
         keeper = asyncio.create_task(host.run())
         asked, other = Asked(), Asked()
         first = (await host.model("demo:bf16")).worker

@@ -19,7 +19,7 @@ import moeinf.server.api.embeddings
 import moeinf.server.http.bodies
 from moeinf.runtime.invalid import InvalidValue
 from moeinf.runtime.library.library import Library
-from moeinf.server.engines.model_manager import Host
+from moeinf.server.engines.model_manager import ModelManager
 from moeinf.server.http.bodies import Body, Budget, JsonRequest
 from moeinf.server.http.refusals import BodiesTooLong
 from tests.server.conftest import serving
@@ -245,7 +245,7 @@ def test_a_ValueError_of_ours_is_a_bug(  # noqa: N802
         def find(*_: Any, kind: type[Exception] = kind) -> Any:
             raise kind("planted")
 
-        monkeypatch.setattr(Host, "model", fail)
+        monkeypatch.setattr(ModelManager, "model", fail)
         monkeypatch.setattr(Library, "read", find)
         with serving(tmp_path) as address:
             for path, body in {

@@ -51,7 +51,7 @@ def test_refusals(moeinf: Command) -> None:
     assert "'magic' is not one of" in unknown.err
     long = moeinf("bench", "demo", "--prompt-tokens", "600")
     assert long.code == 1
-    assert "has a context of 512 tokens, not 664" in long.err
+    assert "has a context of at most 512 tokens, got 664" in long.err
 
 
 def test_replay(moeinf: Command, tmp_path: Path) -> None:

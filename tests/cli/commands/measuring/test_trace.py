@@ -98,7 +98,7 @@ def test_words_and_the_last_model_that_was_used(moeinf: Command, home: Path) -> 
     assert result.err == ""
     assert moeinf("run", "demo", "17+25=").out == "42\n"
     loud = moeinf("trace", "--dataset", "demo", "--limit", "1")
-    assert "tracing demo:bf16, the last one that was used" in loud.err
+    assert "tracing demo:bf16, the model used last" in loud.err
 
 
 def test_files_and_prompts_that_do_not_fit(moeinf: Command, tmp_path: Path) -> None:

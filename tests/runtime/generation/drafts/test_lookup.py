@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moeinf.runtime.generation.drafts.lookup import Agreement, Lookup
+from moeinf.runtime.generation.drafts.lookup import AcceptanceByMatch, Lookup
 
 
 @pytest.mark.parametrize(
@@ -42,15 +42,15 @@ def test_a_right_token_makes_the_match_longer() -> None:
 
 
 def test_outcomes_count_by_the_length_of_the_match() -> None:
-    agreement = Agreement()
-    before = agreement.chances(2, 3)
+    acceptance = AcceptanceByMatch()
+    before = acceptance.chances(2, 3)
     assert before == [0.5, 0.25, 0.125]
     for _ in range(8):
-        agreement.add(2, right=True)
-        agreement.add(3, right=False)
-    first, both, three = agreement.chances(2, 3)
+        acceptance.add(2, right=True)
+        acceptance.add(3, right=False)
+    first, both, three = acceptance.chances(2, 3)
     assert first > 0.85
     assert both < 0.15 * first
     assert three == pytest.approx(both / 2)  # no outcome after four tokens
-    assert agreement.chances(100, 1) == [0.5]
-    assert agreement.chances(0, 0) == []
+    assert acceptance.chances(100, 1) == [0.5]
+    assert acceptance.chances(0, 0) == []

@@ -14,9 +14,9 @@ from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine.draft_engine import DraftEngine
 from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.generation.drafts import model_drafts
-from moeinf.runtime.generation.drafts.draft_gate import Account, DraftGate
+from moeinf.runtime.generation.drafts.draft_gate import DraftGate, DraftStats
 from moeinf.runtime.generation.drafts.lookup import Lookup
-from moeinf.runtime.generation.drafts.model_drafts import ModelDrafts, Trust
+from moeinf.runtime.generation.drafts.model_drafts import AcceptanceByProbability, ModelDrafts
 from moeinf.runtime.generation.events import Ended, Event, Request
 from moeinf.runtime.generation.scheduler import Scheduler
 from moeinf.runtime.invalid import InvalidValue
@@ -171,7 +171,7 @@ def test_by_the_measured_gate(opened: Opened) -> None:
 
 
 def test_the_whole_text_is_read_from_what_drafts_gained() -> None:
-    gate, one = DraftGate(), SimpleNamespace(drafts=Account())
+    gate, one = DraftGate(), SimpleNamespace(drafts=DraftStats())
     for _ in range(10):
         gate.passed(1.0, 0.0)
     state = SimpleNamespace(length=0, truncate=lambda _: None)
@@ -188,22 +188,22 @@ def test_the_whole_text_is_read_from_what_drafts_gained() -> None:
 
 
 def test_trust_learns_from_what_followed() -> None:
-    trust = Trust()
+    acceptance = AcceptanceByProbability()
     for number in range(400):
-        trust.add(0.99, True)
-        trust.add(0.4, number % 4 == 0)
-    assert trust.chance(0.96) > 0.97
-    assert 0.15 < trust.chance(0.35) < 0.35
-    assert 0.5 < trust.mean < 0.75
-    before = trust.chance(0.8)
+        acceptance.add(0.99, True)
+        acceptance.add(0.4, number % 4 == 0)
+    assert acceptance.chance(0.96) > 0.97
+    assert 0.15 < acceptance.chance(0.35) < 0.35
+    assert 0.5 < acceptance.mean < 0.75
+    before = acceptance.chance(0.8)
     assert before == pytest.approx(0.78)
     for _ in range(3000):
-        trust.fade()
-    assert trust.mean == pytest.approx(0.7, abs=0.01)
+        acceptance.fade()
+    assert acceptance.mean == pytest.approx(0.7, abs=0.01)
 
 
 def test_the_draft_models_time_is_a_cost() -> None:
-    gate, account = DraftGate(), Account()
+    gate, account = DraftGate(), DraftStats()
     for _ in range(10):
         gate.passed(2.0, 0.0)
     chances = [0.95]

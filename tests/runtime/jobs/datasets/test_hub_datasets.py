@@ -131,7 +131,7 @@ def test_mmlu_by_subject(online: Serve, tmp_path: Path) -> None:
     items = load("mmlu", tmp_path, subset=("virology",), limit=3, shots=1)
     assert [item.task for item in items] == ["virology"] * 3
     assert {r.file for r in hub.requests} == {f"virology/test{PART}", f"virology/dev{PART}"}
-    with pytest.raises(NoSuchDataset, match="no subset 'viro'; of its 2 the nearest: virology"):
+    with pytest.raises(NoSuchDataset, match="no subset 'viro'; the nearest of 2 are: virology"):
         load("mmlu", tmp_path, subset=("viro",))
 
 

@@ -126,7 +126,7 @@ def test_the_clients_own_names(openai_client: openai.OpenAI) -> None:
 
 def test_the_table_of_the_documents() -> None:
     page = Path(__file__).parents[4] / "docs/server.md"
-    (row,) = re.findall(r"^\| refused .*$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    (row,) = re.findall(r"^\| rejected .*$", page.read_text(encoding="utf-8"), re.MULTILINE)
     assert set(re.findall(r"`(\w+)`", row)) == set(REFUSED)
 
 

@@ -1,4 +1,4 @@
-"""Test what the doors read from a request to route it."""
+"""Test what the ingress reads from a request to route it."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from moeinf.offload.replicas.asked import prefixes
-from moeinf.server.cluster import asking
-from moeinf.server.cluster.asking import asked_of, repeatable
+from moeinf.offload.replicas.route_keys import prefixes
+from moeinf.server.cluster import request_keys
+from moeinf.server.cluster.request_keys import keys_of, repeatable
 
 TURN = {"role": "user", "content": "the court"}
 MORE = [TURN, {"role": "assistant", "content": "said"}, {"role": "user", "content": "more"}]
 
 
 def read(body: Any, *headers: tuple[bytes, bytes]) -> Any:
-    return asked_of(list(headers), body if isinstance(body, bytes) else json.dumps(body).encode())
+    return keys_of(list(headers), body if isinstance(body, bytes) else json.dumps(body).encode())
 
 
 @pytest.mark.parametrize(
@@ -69,9 +69,9 @@ def test_any_body_is_read(body: bytes) -> None:
     assert len(found.prefixes) <= 1
 
 
-def test_processes_with_doors_number_requests_apart() -> None:
-    """All doors read each replica's routing, by these numbers."""
-    first = [importlib.reload(asking).asked_of([], b"").number for _ in range(2)]
+def test_ingress_processes_number_requests_apart() -> None:
+    """All ingress read each replica's routing, by these numbers."""
+    first = [importlib.reload(request_keys).keys_of([], b"").number for _ in range(2)]
     assert first[0] != first[1]
 
 

@@ -1,4 +1,4 @@
-"""Test the doors of a cluster without a cluster: what they refuse, and replicas that are lost."""
+"""Test the ingress of a cluster without a cluster: what it refuses, and replicas that are lost."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Ray's own
     from ray.exceptions import RayActorError
 
-    from moeinf.server.cluster.doors import Doors
+    from moeinf.server.cluster.ingress import Ingress
 UPLOAD = "/api/blobs/sha256:" + "0" * 64
 
 
@@ -49,8 +49,8 @@ class Answer:
         """Do nothing: it has ended."""
 
 
-def doors_of(*answers: Sequence[Step], retry: bool = False) -> tuple[Doors, list[Any]]:
-    """Return doors whose replicas answer so, one after the other, and the requests they got."""
+def ingress_of(*answers: Sequence[Step], retry: bool = False) -> tuple[Ingress, list[Any]]:
+    """Return an ingress whose replicas answer so, in turn, and the requests they got."""
     asked = list[Any]()
 
     def remote(scope: Any, *_: Any, **__: Any) -> Answer:
@@ -59,7 +59,7 @@ def doors_of(*answers: Sequence[Step], retry: bool = False) -> tuple[Doors, list
 
     handle = SimpleNamespace(answer=SimpleNamespace(remote=remote))
     given: Any = SimpleNamespace(options=lambda **_: handle)
-    return Doors(given, ServerSettings(), retry), asked
+    return Ingress(given, ServerSettings(), retry), asked
 
 
 def begun(kind: bytes, *headers: tuple[bytes, bytes]) -> Step:
@@ -78,7 +78,7 @@ def scope_of(method: str, path: str, *headers: tuple[bytes, bytes]) -> dict[str,
     }  # fmt: skip
 
 
-def answered(doors: Doors, method: str, path: str) -> tuple[int, bytes]:
+def answered(ingress: Ingress, method: str, path: str) -> tuple[int, bytes]:
     """Return the status and the body that a client gets, who waits for the end."""
     sent, parts = list[Any](), [{"type": "http.request", "body": b"{}"}]
 
@@ -90,7 +90,7 @@ def answered(doors: Doors, method: str, path: str) -> tuple[int, bytes]:
     async def send(message: Any) -> None:
         sent.append(message)
 
-    asyncio.run(doors(scope_of(method, path), receive, send))
+    asyncio.run(ingress(scope_of(method, path), receive, send))
     assert [one["type"] for one in sent].count("http.response.start") == 1
     assert [one.get("more_body", False) for one in sent[1:]].count(False) == 1
     return sent[0]["status"], b"".join(one["body"] for one in sent[1:])
@@ -100,7 +100,7 @@ def answered(doors: Doors, method: str, path: str) -> tuple[int, bytes]:
 def test_an_upload_is_refused_before_it_fills_the_memory(
     length: list[tuple[bytes, bytes]],
 ) -> None:
-    """The doors hold a whole body, to send it again. An upload may have a TiB elsewhere."""
+    """The ingress holds a whole body, to send it again. An upload may have a TiB elsewhere."""
     taken, sent = list[int](), list[Any]()
 
     async def receive() -> dict[str, Any]:
@@ -113,8 +113,8 @@ def test_an_upload_is_refused_before_it_fills_the_memory(
     async def send(message: Any) -> None:
         sent.append(message)
 
-    doors, asked = doors_of([])
-    asyncio.run(doors(scope_of("POST", UPLOAD, *length), receive, send))
+    ingress, asked = ingress_of([])
+    asyncio.run(ingress(scope_of("POST", UPLOAD, *length), receive, send))
     assert sent[0]["status"] == 413
     assert json.loads(sent[1]["body"])["code"] == "body_too_long"
     assert asked == []
@@ -123,12 +123,12 @@ def test_an_upload_is_refused_before_it_fills_the_memory(
 
 def test_a_replica_that_ends_after_its_answer_breaks_no_connection() -> None:
     """Its error comes while the client sends the next request on the same connection."""
-    doors, _ = doors_of([
+    ingress, _ = ingress_of([
         0.1, begun(b"application/x-ndjson", (b"transfer-encoding", b"chunked")),
         part(b"{}\n"), part(b"", more=False), 0.05, RayActorError(),
     ])  # fmt: skip
     listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(doors, log_config=None))
+    server = uvicorn.Server(uvicorn.Config(ingress, log_config=None))
     thread = threading.Thread(target=lambda: server.run(sockets=[listening]))
     thread.start()
     try:
@@ -148,8 +148,8 @@ def test_a_replica_that_ends_after_its_answer_breaks_no_connection() -> None:
 def test_a_request_that_may_have_been_done_is_not_done_twice(
     method: str, path: str, times: int
 ) -> None:
-    doors, asked = doors_of([RayActorError()], [begun(b"application/json"), part(b"{}", False)])
-    status, body = answered(doors, method, path)
+    ingress, asked = ingress_of([RayActorError()], [begun(b"application/json"), part(b"{}", False)])
+    status, body = answered(ingress, method, path)
     assert len(asked) == times
     if times == 2:
         assert (status, body) == (200, b"{}")
@@ -158,8 +158,8 @@ def test_a_request_that_may_have_been_done_is_not_done_twice(
 
 
 def test_replicas_that_all_end_are_not_asked_for_ever() -> None:
-    doors, asked = doors_of([RayActorError()])
-    status, body = answered(doors, "POST", "/v1/chat/completions")
+    ingress, asked = ingress_of([RayActorError()])
+    status, body = answered(ingress, "POST", "/v1/chat/completions")
     assert (status, json.loads(body)["error"]["code"]) == (503, "replica_lost")
     assert len(asked) == 3
 
@@ -179,12 +179,12 @@ def test_a_stream_that_breaks_ends_by_an_error_in_the_form_of_its_api(
     """With retry: another replica begins with another text, as without a seed."""
     kind = b"application/x-ndjson" if path.startswith("/api/") else b"text/event-stream"
     other = line.replace(b'"a"', b'"b"')
-    doors, asked = doors_of(
+    ingress, asked = ingress_of(
         [begun(kind), part(line), RayActorError()],
         [begun(kind), part(other), part(b"", False)],
         retry=retry,
     )
-    status, body = answered(doors, "POST", path)
+    status, body = answered(ingress, "POST", path)
     assert (status, len(asked)) == (200, 1 + retry)
     assert body.startswith(line)
     last = body.removeprefix(line).decode().strip()
@@ -196,9 +196,9 @@ def test_a_stream_that_breaks_ends_by_an_error_in_the_form_of_its_api(
 
 def test_a_stream_goes_on_at_another_replica() -> None:
     kind, lines = b"application/x-ndjson", [b'{"response": "%c"}\n' % word for word in b"abc"]
-    doors, _ = doors_of(
+    ingress, _ = ingress_of(
         [begun(kind), part(lines[0] + lines[1][:9]), RayActorError()],
         [begun(kind), *map(part, lines), part(b"", False)],
         retry=True,
     )
-    assert answered(doors, "POST", "/api/generate") == (200, b"".join(lines))
+    assert answered(ingress, "POST", "/api/generate") == (200, b"".join(lines))

@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from moeinf.offload.replicas.asked import Asked, asked
+from moeinf.offload.replicas.route_keys import RouteKeys, route_keys
 from moeinf.runtime.request_json import BadJson, parse
 
 SESSION_HEADER = b"x-session-id"
@@ -24,7 +24,7 @@ _FIELDS = ("system", "instructions", "prompt", "messages", "input")
 _LISTS = ("messages", "input")  # a piece per message
 # These change models or memory: a second replica could do it a second time.
 _CHANGES = ("/api/blobs/", "/api/copy", "/api/create", "/api/memory")
-_numbers = itertools.count(secrets.randbits(48))  # differ from those of other processes' doors
+_numbers = itertools.count(secrets.randbits(48))  # differ from those of other ingress processes
 
 
 def repeatable(method: str, path: str) -> bool:
@@ -32,7 +32,7 @@ def repeatable(method: str, path: str) -> bool:
     return method != "DELETE" and not path.startswith(_CHANGES) and not path.endswith("/cancel")
 
 
-def asked_of(headers: list[tuple[bytes, bytes]], body: bytes) -> Asked:
+def keys_of(headers: list[tuple[bytes, bytes]], body: bytes) -> RouteKeys:
     """Return the hashes of a request; without texts for a request that has none."""
     found: Any = {}
     if body:
@@ -45,7 +45,7 @@ def asked_of(headers: list[tuple[bytes, bytes]], body: bytes) -> Asked:
     given = next((value for name, value in headers if name.lower() == SESSION_HEADER), b"")
     session = given[:_MOST_SESSION].decode("latin-1") or _session(document)
     pieces = list(itertools.islice(_pieces(document), _MOST_PIECES))
-    return asked(
+    return route_keys(
         next(_numbers), pieces, session, model[:_MOST_MODEL] if isinstance(model, str) else ""
     )
 

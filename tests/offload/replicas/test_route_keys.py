@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moeinf.offload.replicas.asked import MOST_PREFIXES, asked, grams, prefixes
+from moeinf.offload.replicas.route_keys import MOST_PREFIXES, grams, prefixes, route_keys
 
 
 def test_prompts_share_the_prefixes_of_their_common_pieces() -> None:
@@ -29,7 +29,7 @@ def test_grams_are_words_and_pairs_of_words() -> None:
 
 def test_a_long_prompt_keeps_its_ends_and_its_longest_prefixes() -> None:
     pieces = [f"word{n}" for n in range(5000)]
-    found = asked(7, pieces, "session", "model")
+    found = route_keys(7, pieces, "session", "model")
     first, last, middle = (grams([f"word{n}"])[0] for n in (0, 4999, 2000))
     assert first in found.grams
     assert last in found.grams
@@ -40,6 +40,6 @@ def test_a_long_prompt_keeps_its_ends_and_its_longest_prefixes() -> None:
 
 
 def test_text_of_any_kind_is_hashed() -> None:
-    found = asked(0, ["\ud800 \x00", "漢字" * 5000, "UPPER upper"])
+    found = route_keys(0, ["\ud800 \x00", "漢字" * 5000, "UPPER upper"])
     assert len(found.prefixes) == 3
     assert grams(["upper", "upper"])[0] in found.grams

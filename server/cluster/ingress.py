@@ -1,4 +1,4 @@
-"""The HTTP doors of a cluster: check a request, send it to a replica, pass its answer on.
+"""Be the HTTP ingress of a cluster: check a request, send it to a replica, return its answer.
 
 An ASGI application. It has the checks of a single server (Guard) and no engine. A replica that dies
 before it has sent anything costs nothing: another one gets the request. In the middle of a stream
@@ -22,8 +22,8 @@ from ray.serve.handle import DeploymentHandle
 from moeinf.errors import MoeinfError, as_moeinf
 from moeinf.runtime.config import ServerSettings
 from moeinf.server.app import document_of
-from moeinf.server.cluster.asking import asked_of, repeatable
 from moeinf.server.cluster.failures import ReplicaLost
+from moeinf.server.cluster.request_keys import keys_of, repeatable
 from moeinf.server.cluster.resumed import Differs, Resumable
 from moeinf.server.cluster.routing_counts import RoutingCounts
 from moeinf.server.http.json_text import dump
@@ -34,7 +34,7 @@ _PASSED_ON = ("type", "http_version", "method", "scheme", "path", "raw_path", "q
               "root_path", "headers", "client", "server", "asgi")  # fmt: skip
 
 
-class Doors:
+class Ingress:
     """Pass requests to the replicas behind `handle`. `state` is what serve.py asks an app for."""
 
     def __init__(self, handle: DeploymentHandle, server: ServerSettings, retry: bool) -> None:
@@ -86,14 +86,14 @@ class Doors:
         The last message waits until Ray has counted the request as ended. So the client's next
         request is routed by the load without this one. A replica that ends meanwhile loses nothing.
         """
-        asked = asked_of(scope["headers"], body)
+        keys = keys_of(scope["headers"], body)
         passed = {name: scope[name] for name in _PASSED_ON if name in scope}
         lines, started, streams, tries = Resumable(), False, False, 0
         last: Any = None
         while True:
             tries += 1
             try:
-                async for message in self._messages(passed, body, asked):
+                async for message in self._messages(passed, body, keys):
                     if message["type"] == "http.response.start":
                         if not started:
                             started, streams = True, _is_stream(message)
@@ -128,8 +128,8 @@ class Doors:
         if last is not None:
             await send(last)
 
-    async def _messages(self, scope: Any, body: bytes, asked: Any) -> AsyncIterator[Any]:
-        stream = self._handle.answer.remote(scope, body, asked=asked)
+    async def _messages(self, scope: Any, body: bytes, keys: Any) -> AsyncIterator[Any]:
+        stream = self._handle.answer.remote(scope, body, keys=keys)
         ended = False
         try:
             async for message in stream:

@@ -1,4 +1,4 @@
-"""Layers whose experts are all in host slots, without reads ahead.
+"""Layers whose experts are all in host slots, without prefetches.
 
 This is each layer of a decoded token once the model fits. No expert leaves between `submit` and
 `result`, so they need no pins.
@@ -18,7 +18,7 @@ from moeinf.offload.store.residency import Residency
 from moeinf.offload.store.tier import Work
 
 
-class AllThere:
+class ResidentLayer:
     """One submitted layer whose rows have been grouped by expert."""
 
     __slots__ = ("_cells", "_work")
@@ -32,7 +32,7 @@ class AllThere:
         return self._work.result()
 
 
-class WholeLayers(ABC):
+class NativeLayerExperts(ABC):
     """`Experts` that may leave a layer to one native call, which also computes what is around them.
 
     The call finds all experts of a layer in their slots, or reports that one is absent. Only then
@@ -51,7 +51,7 @@ class WholeLayers(ABC):
         """
 
 
-class SlotLayers:
+class SlotKernels:
     """The layers that native code computes from ids alone, for few rows: one call a layer."""
 
     def __init__(self, maths: Sequence[SlotMath], table: Residency, experts: int) -> None:
@@ -66,7 +66,7 @@ class SlotLayers:
         """Return what computes a layer from ids alone; None: nothing does."""
         return self._kernels[layer]
 
-    def routed(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> AtOnce | None:
+    def routed(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> NativeLayer | None:
         """Return the layer if its rows are few and all its experts are there."""
         kernel = self._kernels[layer]
         few = len(x) <= MOST_ROWS and ids.dtype == torch.int64 and weights.dtype == torch.float32
@@ -74,10 +74,10 @@ class SlotLayers:
             return None
         ids = ids.contiguous()
         events = kernel.count(layer, ids.data_ptr(), *ids.shape)
-        return None if events < 0 else AtOnce(kernel, layer, x, ids, weights, events)
+        return None if events < 0 else NativeLayer(kernel, layer, x, ids, weights, events)
 
 
-class AtOnce:
+class NativeLayer:
     """One submitted layer that one native call computes."""
 
     __slots__ = ("_ids", "_kernel", "_layer", "_weights", "_x", "events")

@@ -25,7 +25,7 @@ Grams = NDArray[np.uint32]
 
 
 @dataclass(frozen=True)
-class Asked:
+class RouteKeys:
     """The hashes by which a request is routed.
 
     number: differs for every request. prefixes: digests, the shortest prefix first. grams [G]:
@@ -39,9 +39,9 @@ class Asked:
     model: str = ""
 
 
-def asked(number: int, pieces: Sequence[str], session: str = "", model: str = "") -> Asked:
+def route_keys(number: int, pieces: Sequence[str], session: str = "", model: str = "") -> RouteKeys:
     """Return the hashes of a prompt of these pieces."""
-    return Asked(number, prefixes(pieces), grams(_ends(pieces)), session, model)
+    return RouteKeys(number, prefixes(pieces), grams(_ends(pieces)), session, model)
 
 
 def prefixes(pieces: Iterable[str]) -> tuple[int, ...]:

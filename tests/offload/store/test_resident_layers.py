@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from moeinf.offload.store.all_there import AtOnce
+from moeinf.offload.store.resident_layers import NativeLayer
 from tests.offload.store.test_expert_store import LAYOUT, D, E, K, L, Shards, routing, run
 from tests.offload.store.test_expert_store import shards as shards  # the fixture
 
@@ -24,7 +24,7 @@ def test_a_layer_that_is_all_there_is_one_call(shards: Shards) -> None:
         asked = routing(tokens, layer, none=0.2)
         pending = store.submit(layer, *asked)
         one_call = shards.layouts[0] is not LAYOUT and layer < L - 1 and tokens <= 16
-        assert isinstance(pending, AtOnce) == one_call
+        assert isinstance(pending, NativeLayer) == one_call
         assert torch.equal(pending.result(), shards.reference.submit(layer, *asked).result())
         events = int((asked[1] >= 0).sum())
         since = store.stats.since(before)
