@@ -10,6 +10,13 @@ def version() -> str:
     return _installed("moeinf") or "source"
 
 
+def arithmetic() -> str:
+    """Return what the bits of results may depend on, beside the model and the version of moeinf."""
+    from moeinf.native import attention_path, kernel_path
+
+    return f"{kernel_path()}, attention {attention_path()}, torch {_installed('torch')}"
+
+
 def surroundings() -> dict[str, str]:
     """Return the versions of Python, the system, the kernels and the libraries, by their names.
 

@@ -13,14 +13,18 @@ from numpy.typing import NDArray
 from moeinf.models.base import State
 from moeinf.models.layers.kv_cache import KvCache
 from moeinf.offload.routing.trace import RequestEam
+from moeinf.offload.store.transfer import ExpertReadError
 from moeinf.runtime.config import PREFILL_CHUNK
 from moeinf.runtime.engine.engine import Engine
+from moeinf.runtime.engine.pipeline.links import StageFailed
 from moeinf.runtime.engine.request_tracing import RequestTracing
 from moeinf.runtime.generation.answer import Answer
 from moeinf.runtime.generation.drafts.draft_gate import DraftStats
 from moeinf.runtime.generation.drafts.lookup import Lookup
 from moeinf.runtime.generation.events import Ended, Request, TokenInfo
 from moeinf.runtime.sampling.grammar import Constraint
+
+READ_FAILED = ExpertReadError, StageFailed  # a pass that only one of its requests may need
 
 
 @dataclass(eq=False)

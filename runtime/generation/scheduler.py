@@ -36,7 +36,6 @@ from numpy.typing import NDArray
 from moeinf.errors import Unavailable
 from moeinf.models.layers.kv_cache import KvCache
 from moeinf.offload.store.expert_store import Stopped
-from moeinf.offload.store.transfer import ExpertReadError
 from moeinf.runtime.checkpoints.finite import check_logits
 from moeinf.runtime.config import PREFILL_CHUNK
 from moeinf.runtime.engine.engine import Engine
@@ -45,6 +44,7 @@ from moeinf.runtime.generation.drafts.speculation import Speculation
 from moeinf.runtime.generation.events import Ended, Failed, Piece, Request, Vector
 from moeinf.runtime.generation.group_gate import GroupGate
 from moeinf.runtime.generation.in_flight import (
+    READ_FAILED,
     Place,
     Prepared,
     Running,
@@ -247,7 +247,7 @@ class Scheduler:
             for one, _ in shares:
                 self._end(one, "cancelled")
             return
-        except ExpertReadError as error:
+        except READ_FAILED as error:
             if len(shares) == 1:
                 self._fail(first, error)
             for share in shares if len(shares) > 1 else ():
@@ -293,7 +293,7 @@ class Scheduler:
                 logits = engine.step(steps)
         except Stopped:  # all of them: the next round ends them
             return
-        except ExpertReadError as error:
+        except READ_FAILED as error:
             if len(group) == 1:
                 self._fail(group[0], error)
                 return

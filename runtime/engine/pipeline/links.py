@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import socket
 import time
 import weakref
@@ -19,7 +20,7 @@ from moeinf.models.base import Experts, Model
 from moeinf.models.layers.decoder import Decoder
 from moeinf.models.layers.kv_cache import KvCache, PassRows, Piece, Span
 from moeinf.offload.store.expert_store import ExpertStore, Stopped
-from moeinf.runtime.config import MOST_PARALLEL, EngineConfig, lossy_options
+from moeinf.runtime.config import PREFILL_CHUNK, EngineConfig, lossy_options
 from moeinf.runtime.engine.opening import Plan
 from moeinf.runtime.engine.pipeline.address import parse_address
 from moeinf.runtime.engine.pipeline.cut import Part, cut, layers_of
@@ -27,7 +28,7 @@ from moeinf.runtime.engine.pipeline.messages import About, Begin, Pass, Reply, R
 from moeinf.runtime.engine.pipeline.wire import GREETING_S, SILENCE_S, Lost, Wire
 from moeinf.runtime.invalid import InvalidValue
 from moeinf.runtime.library.manifest import Manifest
-from moeinf.runtime.version import version
+from moeinf.runtime.version import arithmetic, version
 from moeinf.runtime.visible import visible
 
 OPTION = "--experimental-pipeline"
@@ -85,8 +86,7 @@ def open_stages(
         raise InvalidValue(f"{OPTION} cannot be combined with {others[0]}")
     count, links = len(layers_of(manifest, folder).sparse), list[Link]()
     for address in config.stages:
-        link = _connected(address, key)
-        opened.callback(link.wire.close)
+        link = _connected(address, key, opened)
         _check(link, manifest, config)
         links.append(link)
     links.sort(key=lambda link: link.about.first)
@@ -101,18 +101,19 @@ def open_stages(
     return Stages(links, cut(manifest, folder, 0, links[0].about.first), config)
 
 
-def _connected(address: str, key: str | None) -> Link:
+def _connected(address: str, key: str | None, opened: ExitStack) -> Link:
+    """Return a stage whose key is proved. opened: closes the connection. Raises StageLost."""
     where = parse_address(OPTION, address, key)
     try:
         end = socket.create_connection(where, GREETING_S)
     except OSError as error:
         raise StageLost(f"the stage at {address} cannot be reached: {reason(error)}") from error
-    wire = Wire(end, SILENCE_S)
+    opened.callback(end.close)
     try:
+        wire = Wire(end, SILENCE_S)
         wire.prove(key, first=True)
         return Link(address, wire, wire.receive(About, GREETING_S))
     except Lost as error:
-        wire.close()
         words = f"the stage at {address} does not take this process: {error}"
         found = StageLost(f"{words} (is its MOEINF_STAGE_KEY the same, and is no other with it?)")
         raise found from error
@@ -186,6 +187,13 @@ class Stages:
         plan.notes.append(
             f"experimental pipeline: {where}; without drafts, MTP, prefix cache and records"
         )
+        for link in self._links:
+            theirs = link.about.arithmetic
+            if theirs != arithmetic():
+                plan.notes.append(
+                    f"the stage at {link.address} computes with {visible(theirs)}, not "
+                    f"{arithmetic()}: answers may differ from those of one engine"
+                )
         return replace(plan, placement=replace(plan.placement, context=context))
 
     def __call__(self, x: Tensor, rows: PassRows, experts: Experts) -> Tensor:
@@ -226,24 +234,27 @@ class Stages:
         """Compute the layers of one stage. Raises Lost, StageFailed, Stopped."""
         assert self._store is not None
         number, wire, stopped = next(self._numbers), link.wire, False
+        patience_s = wire.silence_s * math.ceil(len(x) / PREFILL_CHUNK)  # it tells of each layer
         wire.send(Pass(number, rows, pieces), bytes_of(x))
-        until = time.monotonic() + wire.silence_s
+        until = time.monotonic() + patience_s
         while True:
-            if not wire.arrives(_LOOK_S):
-                if not stopped and self._store.stopped():
-                    stopped = True
-                    wire.send(Pass(number, (), False))
-                if time.monotonic() > until:
-                    raise Lost(f"nothing has come from it for {wire.silence_s:g} s")
-                continue
-            reply, until = wire.receive(Reply), time.monotonic() + wire.silence_s
-            if reply.number != number:
-                raise Lost("it answers another pass")
-            if reply.what == "done":
-                x = torch.empty_like(x)
-                wire.receive_into(bytes_of(x))
-            if reply.what != "busy":
-                break
+            if wire.arrives(_LOOK_S):
+                reply = wire.receive(Reply)
+                if reply.number != number:
+                    raise Lost("it answers another pass")
+                if reply.what != "busy":
+                    break
+                if not stopped:
+                    until = time.monotonic() + patience_s
+            if time.monotonic() > until:
+                words = "it does not stop" if stopped else "nothing has come from it"
+                raise Lost(f"{words} for {patience_s:g} s")
+            if not stopped and self._store.stopped():
+                stopped = True
+                wire.send(Pass(number, (), False))
+        if reply.what == "done":
+            x = torch.empty_like(x)
+            wire.receive_into(bytes_of(x))
         if stopped:
             raise Stopped
         if reply.what == "failed":
@@ -253,9 +264,9 @@ class Stages:
     def _number(self, cache: KvCache) -> int:
         """Return the number of a state, the first that is free for a new one."""
         if cache not in self._states:
-            used = set(self._states.values())
-            free = [number for number in range(MOST_PARALLEL) if number not in used]
-            self._states[cache] = free[0]
+            free = set(range(self.config.parallel)) - set(self._states.values())
+            assert free, "a state more than `parallel`"
+            self._states[cache] = min(free)
         return self._states[cache]
 
     def _end(self, link: Link, error: Lost) -> StageLost:

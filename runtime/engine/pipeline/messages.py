@@ -19,6 +19,7 @@ class About(Struct, frozen=True, forbid_unknown_fields=True):
     """The facts of a stage, which the first one compares with its own."""
 
     version: _Words
+    arithmetic: _Words  # see runtime.version
     model: _Words
     digest: _Words
     first: _Number  # of its layers

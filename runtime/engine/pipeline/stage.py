@@ -23,10 +23,11 @@ from moeinf.runtime.engine.pipeline.cut import Part, cut
 from moeinf.runtime.engine.pipeline.messages import About, Begin, Pass, Reply, Rows, bytes_of
 from moeinf.runtime.engine.pipeline.wire import SILENCE_S, Lost, Wire
 from moeinf.runtime.library.manifest import Manifest
-from moeinf.runtime.version import version
+from moeinf.runtime.version import arithmetic, version
 from moeinf.runtime.visible import visible
 
 _BUSY_S = 1.0  # between two messages of a long pass
+_PAUSE_S = 1.0  # after a connection that could not be accepted
 _MOST_WORDS = 500
 
 
@@ -52,10 +53,14 @@ class Stage:
     ) -> None:
         """Load the layers first … stop - 1. Raises CannotCut, and what Engine.open raises."""
         self.part: Part = cut(manifest, folder, first, stop)
-        self._engine = Engine.open(self.part, folder, config, settings)
         self._parallel, self._key = config.parallel, settings.stage_key
         self._dtype = getattr(torch, self.part.dtype_of_states)
-        self._engine.store.warm(range(self.part.layers * self.part.experts))
+        self._engine = Engine.open(self.part, folder, config, settings)
+        try:
+            self._engine.store.warm(range(self.part.layers * self.part.experts))
+        except BaseException:
+            self._engine.close()
+            raise
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -78,14 +83,18 @@ class Stage:
                 end, (host, *_) = door.accept()
             except OSError as error:
                 tell(f"a connection failed: {reason(error)}")
+                time.sleep(_PAUSE_S)
                 continue
-            with closing(Wire(end, silence_s)) as wire:
+            with closing(end):
                 try:
+                    wire = Wire(end, silence_s)
                     wire.prove(self._key, first=False)
                     tell(f"connected with {host}")
                     self._serve(wire)
                 except Lost as error:
                     tell(f"no longer connected with {host}: {error}")
+                except Exception as error:  # such as no memory for its states
+                    tell(f"no longer connected with {host}: {visible(reason(error))}")
             for line in self._engine.take_notes():
                 tell(line)
 
@@ -95,6 +104,7 @@ class Stage:
         wire.send(
             About(
                 version(),
+                arithmetic(),
                 str(self.part.model),
                 self.part.digest,
                 self.part.first,
@@ -121,14 +131,11 @@ class Stage:
         count = sum(rows.count for rows in asked.rows)
         if not count:
             return  # it stopped a pass that had ended
-        if count > self._engine.window or len({rows.state for rows in asked.rows}) < len(
-            asked.rows
-        ):
-            raise Lost("it asks for an impossible pass")
-        batch = [(rows.count, self._state(rows, held, context)) for rows in asked.rows]
+        self._check(asked, held, context)
         x = torch.empty(count, self.part.hidden_width, dtype=self._dtype)
         wire.receive_into(bytes_of(x))
         try:
+            batch = [(rows.count, self._state(rows, held, context)) for rows in asked.rows]
             piece = PREFILL_CHUNK if asked.pieces else None
             with self._engine.stoppable(_telling(wire, asked.number)):
                 x = self._engine.compute_stage(x, batch, piece)
@@ -141,12 +148,23 @@ class Stage:
         else:
             wire.send(Reply(asked.number, "done"), bytes_of(x.contiguous()))
 
+    def _check(self, asked: Pass, held: dict[int, _Held], context: int) -> None:
+        """Raise Lost for a pass that cannot be computed, before its states take memory."""
+        numbers = {rows.state for rows in asked.rows}
+        count = sum(rows.count for rows in asked.rows)
+        if len(numbers) < len(asked.rows) or count > self._engine.window:
+            raise Lost("it asks for an impossible pass")
+        if max(numbers) >= self._parallel:
+            raise Lost("it asks for too many states")
+        for rows in asked.rows:
+            length = held[rows.state].state.length if rows.state in held else 0
+            if rows.past > length or rows.past + rows.count > context:
+                raise Lost("it asks for tokens that are not here")
+
     def _state(self, rows: Rows, held: dict[int, _Held], context: int) -> KvCache:
-        """Return the state of some rows, cut to the tokens before them. Raises Lost."""
+        """Return the state of some rows, cut to the tokens before them. Raises OutOfMemory."""
         engine, one = self._engine, held.get(rows.state)
         if one is None:
-            if rows.state >= self._parallel:
-                raise Lost("it asks for too many states")
             state = engine.model.new_state(context)
             assert isinstance(state, KvCache)
             engine.begin_request(state)
@@ -155,8 +173,6 @@ class Stage:
             engine.end_request(one.state.request, counts=False)
             engine.begin_request(one.state)
             one.request = rows.request
-        if rows.past > one.state.length or rows.past + rows.count > context:
-            raise Lost("it asks for tokens that are not here")
         one.state.truncate(rows.past)
         return one.state
 

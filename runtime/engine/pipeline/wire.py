@@ -31,7 +31,7 @@ from msgspec import Struct
 from moeinf.errors import reason
 
 Message = TypeVar("Message", bound=Struct)
-_MAGIC, _NONCE, _PROOF = b"moeinf-stage-01\n", 32, 32
+_MAGIC, _NONCE, _PROOF = b"moeinf-stage-02\n", 32, 32
 _LENGTH = struct.Struct(">I")
 _MOST_BYTES = 64 << 10  # of a message, without states
 GREETING_S = 10.0  # to connect, and to prove the key
@@ -47,13 +47,18 @@ class Wire:
     """One end of a connection. One thread uses it. Every method raises Lost."""
 
     def __init__(self, end: socket.socket, silence_s: float = SILENCE_S) -> None:
-        """Take a connected socket. silence_s: see SILENCE_S."""
+        """Take a connected socket, which is closed on an error. silence_s: see SILENCE_S."""
         self._end, self.silence_s = end, silence_s
-        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in _KEEPALIVE.items():
-            if hasattr(socket, name):
-                end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        options = {**_KEEPALIVE, "TCP_USER_TIMEOUT": int(1e3 * silence_s)}
+        try:
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name, value in options.items():
+                if hasattr(socket, name):
+                    end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        except OSError as error:  # some systems refuse it once the other side has hung up
+            self.close()
+            raise _lost(error) from error
 
     def prove(self, key: str | None, first: bool) -> None:
         """Prove the key to the other side, and have it prove it. `first`: our side."""
@@ -61,7 +66,7 @@ class Wire:
         self._send(_MAGIC + own)
         theirs = self._receive(len(_MAGIC) + _NONCE, until)
         if theirs[: len(_MAGIC)] != _MAGIC:
-            raise Lost("it does not speak this protocol")
+            raise Lost("it does not speak this protocol, or has another version of it")
         other = bytes(theirs[len(_MAGIC) :])
         nonces = own + other if first else other + own
 
@@ -121,9 +126,12 @@ class Wire:
             self._end.close()
 
     def _send(self, data: bytes | memoryview) -> None:
+        """Send all bytes; some of them must go within each `silence_s`."""
+        view = memoryview(data)
         self._end.settimeout(self.silence_s)
         try:
-            self._end.sendall(data)
+            while view:
+                view = view[self._end.send(view) :]
         except OSError as error:
             raise _lost(error) from error
 

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -89,6 +90,35 @@ def test_a_stage_is_killed_while_it_is_awaited(variables: dict[str, str]) -> Non
         assert (done.returncode, json.loads(done.stdout)["text"]) == (0, "42")
 
 
+def told(said: IO[str], words: str) -> None:
+    """Read what a stage says until a line begins with these words."""
+    while not (line := said.readline()).startswith(words):
+        assert line, words
+
+
+def test_ctrl_c_while_a_stage_is_awaited(variables: dict[str, str]) -> None:
+    """The first one waits for the stage, the second one for nothing. The stage serves on."""
+    with stage("3-5", variables) as (process, address, said):
+        line = [*SUM, "--experimental-pipeline", address, "--json"]
+        for presses in (1, 2):
+            first = Written(line, variables)
+            told(said, "connected with")
+            process.send_signal(signal.SIGSTOP)
+            with pytest.raises(TimeoutError):
+                first.wait(3)
+            for _ in range(presses):
+                first.send_signal(signal.SIGINT)
+                time.sleep(0.5)
+            if presses == 2:
+                assert first.wait(10) == 130
+            process.send_signal(signal.SIGCONT)
+            _, err = first.communicate(20)
+            assert first.wait() == 130, err
+            told(said, "no longer connected with")
+        done = run(line, variables)
+        assert (done.returncode, json.loads(done.stdout)["text"]) == (0, "42")
+
+
 def asked(address: str, prompt: str) -> Any:
     body = {"model": "demo", "stream": False, "messages": [{"role": "user", "content": prompt}]}
     request = urllib.request.Request(
@@ -103,7 +133,10 @@ def asked(address: str, prompt: str) -> Any:
         return error.code, json.load(error)["code"]
 
 
-def test_a_server_goes_on_with_a_new_stage(variables: dict[str, str]) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_server_goes_on_with_a_new_stage(
+    number: signal.Signals, variables: dict[str, str]
+) -> None:
     own = {**variables, "MOEINF_HOST": "127.0.0.1:0", "MOEINF_NUM_PARALLEL": "2"}
     prompts = {"17+25=": "42", "reverse planet": "tenalp"}
     with (
@@ -112,8 +145,8 @@ def test_a_server_goes_on_with_a_new_stage(variables: dict[str, str]) -> None:
     ):
         for prompt, wanted in [*prompts.items()] * 2:
             assert asked(address, prompt) == wanted
-        process.send_signal(signal.SIGKILL)
-        process.wait(20)
+        process.send_signal(number)
+        assert process.wait(20) == (130 if number == signal.SIGINT else -number)
         assert asked(address, "17+25=") == (503, "stage_lost")
         with stage("3-5", own, port=where.rpartition(":")[2]):
             for prompt, wanted in prompts.items():

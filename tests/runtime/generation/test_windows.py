@@ -11,6 +11,7 @@ from moeinf.offload.store.host_tier import _FEW
 from moeinf.offload.store.transfer import ExpertReadError
 from moeinf.runtime.config import PREFILL_CHUNK
 from moeinf.runtime.engine.engine import Engine
+from moeinf.runtime.engine.pipeline.links import StageFailed
 from moeinf.runtime.generation.events import Ended, Event, Piece, Request, TokenInfo
 from moeinf.runtime.generation.scheduler import Scheduler
 from moeinf.runtime.generation.windows import divided
@@ -159,8 +160,11 @@ def test_all_prompts_of_a_window_leave(open_engine: Open) -> None:
     assert engine.store.idle
 
 
+@pytest.mark.parametrize(
+    "error", [ExpertReadError("experts/L000/E000", "damaged"), StageFailed("damaged there")]
+)
 def test_a_failed_read_costs_only_the_requests_that_need_it(
-    open_engine: Open, monkeypatch: pytest.MonkeyPatch
+    error: Exception, open_engine: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = open_engine(memory="35%", window=WINDOW, trace=False)
     expected = alone(engine)
@@ -168,7 +172,7 @@ def test_a_failed_read_costs_only_the_requests_that_need_it(
 
     def failing(texts: Sequence[tuple[Any, Sequence[int]]]) -> Any:
         if any(len(ids) == len(PROMPTS[2]) for _, ids in texts):
-            raise ExpertReadError("experts/L000/E000", "damaged")
+            raise error
         return extend_all(texts)
 
     monkeypatch.setattr(engine, "extend_all", failing)

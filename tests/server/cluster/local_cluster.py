@@ -17,15 +17,16 @@ import httpx
 from tests.server.cluster.clients import streamed
 from tests.server.cluster.two_nodes import ticks
 
-COMMAND = [sys.executable, "-c", "from moeinf.cli.entry import main; main()"]
+PROGRAM = "from moeinf.cli.entry import main; main()"
 
 
 class Cluster:
-    """A running `moeinf serve --cluster local`."""
+    """A running `moeinf serve --cluster local`. before: lines of Python that run first."""
 
-    def __init__(self, home: Path, log: Path, *options: str) -> None:
+    def __init__(self, home: Path, log: Path, *options: str, before: str = "") -> None:
         self._log = log
-        command = [*COMMAND, "serve", "--cluster", "local", *options]
+        command = [sys.executable, "-c", before + PROGRAM]
+        command += ["serve", "--cluster", "local", *options]
         environment = {**os.environ, "MOEINF_HOME": str(home), "RAY_USAGE_STATS_ENABLED": "0"}
         with log.open("wb") as file:
             self.process = subprocess.Popen([*command, "--port", "0"], stderr=file, env=environment)

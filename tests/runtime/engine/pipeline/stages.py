@@ -16,10 +16,12 @@ from moeinf.models.base import State
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.engine.pipeline.stage import Stage
+from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.sizes import parse_memory
 
 Logits = list[NDArray[np.float32]]
+LONG = [3 + (37 * place) % 90 for place in range(280)]  # two chunks of a prompt
 
 
 def config(memory: str = "100%", **options: Any) -> EngineConfig:
@@ -109,3 +111,16 @@ def used(engine: Engine, long: Sequence[int]) -> Logits:
 
 def same(one: Logits, other: Logits) -> bool:
     return len(one) == len(other) and all(map(np.array_equal, one, other))
+
+
+def opened(home: Path, *addresses: str, model: str = "demo", **options: Any) -> Engine:
+    """Open a first stage; without addresses a whole engine."""
+    settings = Settings(home, stage_key=options.pop("key", None))
+    given = config(stages=addresses, **options)
+    return Engine.open(*Library(settings).read(model), given, settings)
+
+
+def works(home: Path, address: str) -> None:
+    """Check that a new first stage gets the bits of one engine."""
+    with opened(home) as whole, opened(home, address, parallel=2) as engine:
+        assert same(used(engine, LONG), used(whole, LONG))

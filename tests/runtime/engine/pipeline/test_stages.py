@@ -1,50 +1,23 @@
-"""Test stages that do not fit together, fail, hang or end, and what a hostile first one may ask."""
+"""Test stages that do not fit together, fail, hang or end, and passes that are interrupted."""
 
 from __future__ import annotations
 
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from moeinf.offload.store.expert_store import Stopped
 from moeinf.offload.store.transfer import ExpertReadError
 from moeinf.runtime.config import Settings
-from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.engine.pipeline import links, stage
 from moeinf.runtime.engine.pipeline.links import StageFailed, StageLost, StagesDiffer
-from moeinf.runtime.engine.pipeline.messages import About, Begin, Pass, Reply, Rows, bytes_of
-from moeinf.runtime.engine.pipeline.wire import Lost, Wire
 from moeinf.runtime.invalid import InvalidValue
 from moeinf.runtime.library.library import Library
-from tests.runtime.engine.pipeline.stages import Running, config, same, stages, used
-
-LONG = [3 + (37 * place) % 90 for place in range(280)]
-
-
-@pytest.fixture
-def running(demo_home: Path) -> Iterator[Running]:
-    """Yield a stage with the second half of the demo."""
-    settings = Settings(demo_home)
-    with stages(*Library(settings).read("demo"), settings, [3], 6, parallel=2) as (one,):
-        yield one
-
-
-def opened(home: Path, *addresses: str, model: str = "demo", **options: Any) -> Engine:
-    settings = Settings(home, stage_key=options.pop("key", None))
-    given = config(stages=addresses, **options)
-    return Engine.open(*Library(settings).read(model), given, settings)
-
-
-def works(home: Path, address: str) -> None:
-    """Check that a new first stage gets the bits of one engine."""
-    with opened(home) as whole, opened(home, address, parallel=2) as engine:
-        assert same(used(engine, LONG), used(whole, LONG))
+from tests.runtime.engine.pipeline.stages import LONG, Running, opened, same, stages, used, works
 
 
 @pytest.mark.parametrize(
@@ -190,7 +163,7 @@ def test_a_long_pass_does_not_hang(
     computed = running.stage._engine.compute_stage
 
     def slow(*given: Any) -> Any:
-        for _ in range(12):
+        for _ in range(30):  # longer than the patience for two chunks
             time.sleep(0.1)
             assert not running.stage._engine.store.stopped()
         return computed(*given)
@@ -203,52 +176,97 @@ def test_a_long_pass_does_not_hang(
         assert (first == whole.extend(whole.new_state(), LONG)).all()
 
 
-def asking(running: Running, context: int = 64) -> tuple[Wire, About]:
-    """Connect as a first stage that may ask anything."""
-    host, port = running.address.split(":")
-    wire = Wire(socket.create_connection((host, int(port))), 10)
-    wire.prove(None, first=True)
-    about = wire.receive(About)
-    wire.send(Begin(context))
-    return wire, about
+def test_a_layer_of_a_long_prompt_may_take_longer(
+    demo_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stage tells of each layer, so a silence is allowed for each chunk of a pass."""
+
+    def slow(*given: Any) -> Any:
+        time.sleep(1.4)
+        return computed(*given)
+
+    monkeypatch.setattr(links, "SILENCE_S", 1.0)
+    about = (*Library(Settings(demo_home)).read("demo"), Settings(demo_home))
+    options: dict[str, Any] = {"memory": "50%", "window": 512}
+    with (
+        stages(*about, [3], 6, **options) as (running,),
+        opened(demo_home, running.address, **options) as engine,
+    ):
+        assert engine.window == 512
+        computed = running.stage._engine.compute_stage
+        monkeypatch.setattr(running.stage._engine, "compute_stage", slow)
+        state = engine.new_state()
+        engine.extend(state, LONG)  # two chunks in one pass
+        with pytest.raises(StageLost, match="nothing has come from it for 1 s"):
+            engine.extend(state, [5])
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [
-        [Rows(2, 0, 0, 1)],  # more states than it takes
-        [Rows(0, 0, 1, 1)],  # after tokens that it does not have
-        [Rows(0, 0, 1 << 40, 1)],
-        [Rows(0, 0, 0, 65)],  # beyond the context
-        [Rows(0, 0, 0, 8192), Rows(1, 0, 0, 8192)],  # beyond its window
-        [Rows(0, 0, 0, 1), Rows(0, 0, 0, 1)],  # a state twice
-    ],
-)
-def test_impossible_passes(rows: list[Rows], demo_home: Path, running: Running) -> None:
-    wire, _ = asking(running)
-    wire.send(Pass(1, tuple(rows), False))
-    with pytest.raises(Lost, match=r"hung up|reset"):
-        wire.receive(Reply)
-    wire.close()
-    assert "it asks for" in running.told[-1]
+def test_an_interrupted_pass_ends_the_connection(
+    demo_home: Path, running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second Ctrl-C raises anywhere. The late answer must not come into another pass."""
+
+    def interrupt() -> bool:
+        raise KeyboardInterrupt
+
+    computed, goes_on = running.stage._engine.compute_stage, threading.Event()
+
+    def slow(*given: Any) -> Any:
+        goes_on.wait(20)
+        return computed(*given)
+
+    with opened(demo_home, running.address, parallel=2) as engine:
+        state = engine.new_state()
+        engine.extend(state, [5, 6])
+        monkeypatch.setattr(running.stage._engine, "compute_stage", slow)
+        monkeypatch.setattr(engine.store, "stopped", interrupt, raising=True)
+        monkeypatch.setattr(engine.store, "_start", lambda: None)  # its own layers go on
+        with pytest.raises(KeyboardInterrupt):
+            engine.extend(state, [7])
+        goes_on.set()
+        monkeypatch.undo()
+        assert engine.lost
+        with pytest.raises(StageLost, match="a pass was interrupted"):
+            engine.extend(state, [7])
+        assert state.length == 2
     works(demo_home, running.address)
 
 
-def test_a_context_beyond_its_memory(running: Running) -> None:
-    wire, about = asking(running, context=1 << 40)
-    with pytest.raises(Lost, match=r"hung up|reset"):
-        wire.receive(Reply)
-    wire.close()
-    assert f"more than {about.context}" in running.told[-1]
+def test_another_arithmetic_is_told(
+    demo_home: Path, running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(demo_home, running.address) as engine:
+        assert not any("computes with" in note for note in engine.take_notes())
+    monkeypatch.setattr(links, "arithmetic", lambda: "other kernels")
+    with opened(demo_home, running.address) as engine:
+        (note,) = [note for note in engine.take_notes() if "computes with" in note]
+    assert note.startswith(f"the stage at {running.address}")
+    assert "not other kernels" in note
 
 
-def test_states_of_any_bytes(demo_home: Path, running: Running) -> None:
-    """Numbers are only computed with: NaN goes in and out."""
-    wire, _ = asking(running)
-    width = running.stage.part.hidden_width
-    x = torch.full((2, width), float("nan"), dtype=torch.bfloat16)
-    wire.send(Pass(1, (Rows(0, 0, 0, 2),), False), bytes_of(x))
-    reply = wire.receive(Reply)
-    assert reply.number == 1
-    wire.close()
-    works(demo_home, running.address)
+def test_a_state_that_has_no_memory(
+    demo_home: Path, running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pass fails, and the stage goes on."""
+
+    def full(_: int) -> None:
+        raise MemoryError("no memory is left")
+
+    with opened(demo_home) as whole, opened(demo_home, running.address, parallel=2) as engine:
+        monkeypatch.setattr(running.stage._engine.model, "new_state", full)
+        with pytest.raises(StageFailed, match="no memory is left"):
+            engine.extend(engine.new_state(), LONG)
+        monkeypatch.undo()
+        assert not engine.lost
+        assert same(used(engine, LONG), used(whole, LONG))
+
+
+def test_more_states_than_requests(demo_home: Path, running: Running) -> None:
+    with opened(demo_home, running.address) as engine:
+        one, other = engine.new_state(), engine.new_state()
+        engine.extend(one, [5])
+        with pytest.raises(AssertionError, match="parallel"):
+            engine.extend(other, [5])
+        del one
+        engine.extend(other, [5])
+        assert not engine.lost

@@ -67,7 +67,7 @@ def test_both_sides_prove_the_key(pair: Pair) -> None:
 
 def test_a_stage_without_the_key_is_not_believed(pair: Pair) -> None:
     ours, _, theirs = pair()
-    theirs.sendall(b"moeinf-stage-01\n" + bytes(32) + bytes(32))
+    theirs.sendall(b"moeinf-stage-02\n" + bytes(32) + bytes(32))
     with pytest.raises(Lost, match="another MOEINF_STAGE_KEY"):
         ours.prove(KEY, first=True)
 
@@ -142,7 +142,7 @@ def test_numbers_out_of_range(pair: Pair) -> None:
     theirs.send(Begin(0))
     with pytest.raises(Lost):
         ours.receive(Begin)
-    theirs.send(About("1", "x" * 1001, "", 0, 1, "full", 1, 1, 1))
+    theirs.send(About("1", "", "x" * 1001, "", 0, 1, "full", 1, 1, 1))
     with pytest.raises(Lost):
         ours.receive(About)
 
@@ -177,3 +177,48 @@ def test_other_machines_need_a_key() -> None:
         ("localhost:0", "localhost"),
     ):
         assert parse_address("--listen", text, None) == (host, 0)
+
+
+def test_another_version_of_the_protocol(pair: Pair) -> None:
+    ours, _, theirs = pair()
+    theirs.sendall(b"moeinf-stage-01\n" + bytes(32))
+    with pytest.raises(Lost, match="another version"):
+        ours.prove(KEY, first=True)
+
+
+def test_a_slow_network_may_take_longer_than_a_silence(pair: Pair) -> None:
+    """Many states go in many parts; only a part that does not move ends the connection."""
+    ours, _, end = pair(silence_s=0.5)
+    for one, size in ((ours._end, socket.SO_SNDBUF), (end, socket.SO_RCVBUF)):
+        one.setsockopt(socket.SOL_SOCKET, size, 64 << 10)
+    sent, taken = bytes(range(256)) * (1 << 14), bytearray()
+
+    def take() -> None:
+        while len(taken) < len(sent):
+            time.sleep(0.02)
+            taken.extend(end.recv(64 << 10))
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    begin = time.monotonic()
+    ours._send(memoryview(sent))
+    thread.join()
+    assert time.monotonic() - begin > 1.0, "it was not slow"
+    assert taken == sent
+    with pytest.raises(Lost, match="does not answer"):
+        ours._send(memoryview(sent))  # nothing takes these
+
+
+def test_a_connection_that_is_gone_is_lost() -> None:
+    """Some systems refuse options of a connection that the other side has reset."""
+    closed = socket.socket()
+    closed.close()
+    with pytest.raises(Lost):
+        Wire(closed)
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="needs Linux")
+def test_a_machine_that_vanishes_is_noticed_within_a_silence(pair: Pair) -> None:
+    _, _, end = pair(silence_s=7.0)
+    assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 7000
+    assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
