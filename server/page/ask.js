@@ -60,14 +60,15 @@ export function settings() {
   };
 }
 
-// Return the place of dropped and chosen text files: its node, and `take()`.
+// Return the place of dropped and chosen text files: its node, `come()`, which waits until they are read, and `take()`.
 export function attachments(target, tell) {
   const files = [];
+  let reading = Promise.resolve();
   const list = el("ul", { class: "files", "aria-label": "Files to send" });
   const choose = el("input", { type: "file", multiple: true, class: "unseen", id: "files", tabindex: "-1" });
   const button = el("button", { type: "button", text: "File", title: "Send a text file with the question" });
   button.addEventListener("click", () => choose.click());
-  choose.addEventListener("change", () => { read(choose.files); choose.value = ""; });
+  choose.addEventListener("change", () => { add(choose.files); choose.value = ""; });
   target.addEventListener("dragover", (event) => {
     event.preventDefault();
     target.classList.add("over");
@@ -76,8 +77,13 @@ export function attachments(target, tell) {
   target.addEventListener("drop", (event) => {
     event.preventDefault();
     target.classList.remove("over");
-    read(event.dataTransfer.files);
+    add(event.dataTransfer.files);
   });
+
+  function add(chosen) {
+    const all = [...chosen]; // a list of the browser's is emptied
+    reading = reading.then(() => read(all));
+  }
 
   async function read(chosen) {
     for (const file of chosen) {
@@ -105,6 +111,7 @@ export function attachments(target, tell) {
 
   return {
     list, button, choose,
+    come: () => reading,
     take() {
       const taken = files.splice(0);
       draw();

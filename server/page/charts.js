@@ -3,6 +3,8 @@
 import { bytes, colour, el, percent, sharp, table } from "./parts.js";
 
 const MINUTES = 3;
+const SPANS = [[20, "last 20 s"], [60, "last minute"], [60 * MINUTES, `last ${MINUTES} minutes`]]; // seconds
+const GAP_S = 2; // without a value, from which a line is broken
 const [SPARK_WIDTH, SPARK_HEIGHT] = [220, 44]; // CSS pixels
 const CURVE_HEIGHT = 220;
 const DASHES = [[], [6, 4], [2, 3]]; // lines differ without their colours, too
@@ -12,8 +14,9 @@ const SPOKEN_MS = 5000; // between two changes of a chart's description
 export function spark(name, words, most = null) {
   const canvas = el("canvas", { class: "panes-spark", role: "img", "aria-label": name });
   const now = el("output", { class: "panes-now", text: "–" });
+  const scale = el("span", { class: "panes-span" });
   const node = el("figure", { class: "panes-figure" },
-    el("figcaption", {}, `${name} `, now), canvas);
+    el("figcaption", {}, `${name} `, now, " ", scale), canvas);
   let points = [], told = 0;
 
   function add(time, value) {
@@ -30,15 +33,24 @@ export function spark(name, words, most = null) {
     const known = points.filter(([, value]) => value != null);
     const values = known.map(([, value]) => value);
     const top = most ?? Math.max(1, ...values);
-    context.strokeStyle = colour(canvas, "--panes-line");
+    const [seconds, span] = SPANS.find(([all]) => time - points[0][0] <= all) ?? SPANS.at(-1);
+    if (scale.textContent !== span) scale.textContent = span;
+    const place = ([at, value]) => [width * (1 - (time - at) / seconds),
+      SPARK_HEIGHT - 2 - (SPARK_HEIGHT - 4) * Math.min(1, value / top)];
+    context.strokeStyle = context.fillStyle = colour(canvas, "--panes-line");
     context.lineWidth = 1.5;
-    context.beginPath();
-    known.forEach(([at, value], number) => {
-      const x = width * (1 - (time - at) / (60 * MINUTES));
-      const y = SPARK_HEIGHT - 2 - (SPARK_HEIGHT - 4) * Math.min(1, value / top);
-      if (number) context.lineTo(x, y); else context.moveTo(x, y);
-    });
-    context.stroke();
+    for (const run of runs(known)) {
+      const line = run.map(place), [first, last] = [line[0][0], line.at(-1)[0]];
+      context.beginPath();
+      context.moveTo(first - 1.5, line[0][1]); // one value alone is seen, too
+      for (const [x, y] of line) context.lineTo(x, y);
+      context.stroke();
+      context.lineTo(last, SPARK_HEIGHT);
+      context.lineTo(first - 1.5, SPARK_HEIGHT);
+      context.globalAlpha = 0.15;
+      context.fill();
+      context.globalAlpha = 1;
+    }
     if (values.length && performance.now() - told > SPOKEN_MS) {
       told = performance.now();
       canvas.setAttribute("aria-label", `${name} in the last ${MINUTES} minutes: now `
@@ -47,6 +59,16 @@ export function spark(name, words, most = null) {
   }
 
   return { node, add, clear: () => { points = []; now.textContent = "–"; } };
+}
+
+// Return the parts of a line that no gap breaks.
+function runs(points) {
+  const found = [];
+  for (const one of points) {
+    const run = found.at(-1);
+    if (run && one[0] - run.at(-1)[0] < GAP_S) run.push(one); else found.push([one]);
+  }
+  return found;
 }
 
 // The hit rate of each policy over the memory for experts, from /api/simulate.

@@ -4,7 +4,7 @@ import { attachments, settings } from "./ask.js";
 import * as tree from "./branches.js";
 import * as history from "./history.js";
 import { markdown } from "./markdown.js";
-import { bytes, confirmation, el, figure, percent } from "./parts.js";
+import { bytes, confirmation, copyButton, el, figure, percent, renew } from "./parts.js";
 import { Unreachable } from "./shell.js";
 
 const DRAW_MS = 100; // between two drawings of an answer that grows
@@ -27,6 +27,7 @@ export function mount(section, shell) {
   const past = el("details", { class: "past" }, el("summary", { text: "History" }), kept);
   const ask = confirmation("chats-asked");
   section.append(el("div", { class: "bar" }, fresh, past), said, told, form, ask.node);
+  const unfolded = new WeakSet(); // the messages whose thinking the user has opened
   let talk = tree.conversation(shell.model()), control = null;
 
   function open(other) {
@@ -34,7 +35,7 @@ export function mount(section, shell) {
     free();
     talk = tree.settle(other);
     told.textContent = "";
-    draw();
+    draw(true);
     text.focus();
   }
 
@@ -54,15 +55,22 @@ export function mount(section, shell) {
     return !told.textContent;
   }
 
-  // Draw the conversation. The focus stays on what has the same name in the same message.
-  function draw() {
+  // Return whether the end of the conversation is in view.
+  function atEnd() {
+    return said.scrollHeight - said.scrollTop - said.clientHeight < 80;
+  }
+
+  // Draw the conversation. The focus stays on what has the same name in the same message, and the view where it
+  // is. end: go to the end of the conversation, where the view also stays.
+  function draw(end = atEnd()) {
+    const from = said.scrollTop;
     const had = document.activeElement, box = had.closest(".talk > article");
     const at = [...said.children].indexOf(box), named = nameOf(had);
     said.replaceChildren(...tree.path(talk).map((node) => messageOf(node)));
     if (!said.childElementCount) {
       said.append(el("p", { class: "empty", text: "Answers come from this machine. Nothing leaves it." }));
     }
-    said.scrollTop = said.scrollHeight;
+    said.scrollTop = end ? said.scrollHeight : from;
     if (!box) return;
     const same = [...said.children[at]?.querySelectorAll("button") ?? []].find((one) => nameOf(one) === named && !one.disabled);
     (same ?? text).focus({ preventScroll: true });
@@ -73,15 +81,17 @@ export function mount(section, shell) {
     const own = node.role === "user";
     const body = el("div", { class: "body" });
     const thought = el("div", { class: "thought" });
-    const thinking = el("details", { class: "thinking", hidden: true }, el("summary", { text: "Thinking" }), thought);
+    const fold = () => unfolded[thinking.open ? "add" : "delete"](node);
+    const thinking = el("details", { class: "thinking", hidden: true, open: unfolded.has(node), toggle: fold },
+      el("summary", { text: "Thinking" }), thought);
     const foot = el("p", { class: "soft figures" });
     const box = el("article", { class: own ? "own" : "answer", "aria-label": own ? "You" : "Answer" },
       ...(node.files ?? []).map((file) => el("p", { class: "file", text: file.name })), thinking, body, foot);
     box.update = () => {
       thinking.hidden = !node.thinking;
-      thought.textContent = node.thinking ?? "";
+      if (thought.textContent !== (node.thinking ?? "")) thought.textContent = node.thinking ?? "";
       if (own) body.textContent = node.text;
-      else body.replaceChildren(markdown(node.text), ...(node.calls ?? []).map(callOf));
+      else renew(body, [...markdown(node.text).childNodes, ...(node.calls ?? []).map(callOf)]);
       foot.textContent = node.error ?? node.state ?? figures(node);
       foot.classList.toggle("bad", Boolean(node.error));
     };
@@ -102,7 +112,8 @@ export function mount(section, shell) {
     const [verb, click] = own ? ["Edit", () => control || edit(node, box)]
       : [node.error ? "Retry" : "Regenerate", () => ready() && answer(tree.parentOf(talk, node))];
     const change = el("button", { type: "button", text: verb, "aria-disabled": busy, click });
-    return el("div", { class: "actions" }, ...branches, change);
+    const copy = own ? null : copyButton("Copy answer", () => node.text);
+    return el("div", { class: "actions" }, copy, ...branches, change);
   }
 
   // Let the user change a question; its old version stays as another branch.
@@ -113,7 +124,7 @@ export function mount(section, shell) {
       if (!field.value.trim() || !ready()) return;
       answer(tree.add(talk, tree.parentOf(talk, node), { role: "user", text: field.value, files: node.files }));
     } });
-    const back = el("button", { type: "button", text: "Cancel", click: draw });
+    const back = el("button", { type: "button", text: "Cancel", click: () => draw() });
     box.replaceChildren(field, el("div", { class: "buttons" }, back, done));
     field.focus();
   }
@@ -131,7 +142,7 @@ export function mount(section, shell) {
     if (document.activeElement === send) stop.focus();
     send.disabled = true;
     added.state = shell.loaded() ? "Waiting for the answer …" : "Loading the model …";
-    draw();
+    draw(true);
     keep(mine);
     const drawn = follow(added, mine), seen = shell.watch();
     try {
@@ -186,7 +197,7 @@ export function mount(section, shell) {
       }
       const box = said.lastElementChild;
       if (talk !== mine || !box?.update) return;
-      const near = said.scrollHeight - said.scrollTop - said.clientHeight < 80;
+      const near = atEnd();
       box.update();
       if (near) said.scrollTop = said.scrollHeight;
     };
@@ -222,6 +233,7 @@ export function mount(section, shell) {
         past.open = false;
       } }),
       el("button", { type: "button", "aria-label": `Delete ${one.title}`, text: "Delete", click: async () => {
+        if (!await ask.confirmed(`Delete the chat ${one.title}?`)) return;
         if (one.id === talk.id) leave();
         await history.remove(one.id);
         past.firstElementChild.focus();
@@ -259,8 +271,9 @@ export function mount(section, shell) {
     setTimeout(() => URL.revokeObjectURL(address), 1000);
   }
 
-  form.addEventListener("submit", (event) => {
+  form.addEventListener("submit", async (event) => {
     event.preventDefault();
+    await files.come(); // those that were dropped just now
     const question = text.value;
     if (!question.trim() || !ready()) return;
     text.value = "";
@@ -281,7 +294,7 @@ export function mount(section, shell) {
     async show() {
       text.focus();
       if (said.childElementCount) return;
-      draw();
+      draw(true);
       const [newest] = await history.all().catch(() => []);
       if (newest && !tree.path(talk).length) open(newest);
     },
@@ -296,8 +309,11 @@ function nameOf(node) {
 
 function callOf(call) {
   const { name, arguments: values } = call.function;
-  return el("div", { class: "code" }, el("div", { class: "code-head" }, el("span", { text: `Tool call: ${name}` })),
-    el("pre", { tabindex: "0" }, el("code", { text: JSON.stringify(values, null, 1) })));
+  const text = JSON.stringify(values, null, 1);
+  const node = el("div", { class: "code" }, el("div", { class: "code-head" }, el("span", { text: `Tool call: ${name}` })),
+    el("pre", { tabindex: "0" }, el("code", { text })));
+  node.source = `${name} ${text}`;
+  return node;
 }
 
 // Return an answer's figures in a line.

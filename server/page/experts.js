@@ -20,7 +20,7 @@ export function mount(section, shell) {
   const said = el("p", { class: "panes-state" });
   const memory = slider(shell, promise, () => last);
   const pause = el("button", { type: "button", class: "panes-pause", "aria-pressed": "false", text: "Pause" });
-  const live = el("div", { hidden: true }, ...map.nodes,
+  const live = el("div", { class: "panes-live", hidden: true }, ...map.nodes,
     el("div", { class: "panes-row" }, hits.node, disk.node, bars.node), numbers, guess, memory.node);
   section.append(el("div", { class: "panes" },
     el("div", { class: "panes-head" }, el("h2", { text: "Experts" }), pause), state, live,
@@ -123,7 +123,7 @@ export function mount(section, shell) {
   });
   document.addEventListener("visibilitychange", () => watch(false));
   shell.onModel(() => {
-    absent();
+    absent(paused ? "Paused." : "");
     asking?.abort();
     curved = null;
     promise.clear();

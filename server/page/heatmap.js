@@ -10,6 +10,8 @@ const COLOURS = ["--panes-disk", "--panes-ram", "--panes-gpu"];
 const [LEAST_CELL, MOST_WIDTH, MOST_HEIGHT] = [4, 28, 20]; // CSS pixels
 const FADE = 0.45; // of the flash of a used expert, from frame to frame
 const FLASH = 0.5; // of a cell; the rest stays the colour of its tier
+const NAME_MS = 5000; // between two changes of the map's description, which screen readers may speak
+const ROWS_MS = 1000; // between two changes of the table
 
 export function heatMap(announce) {
   const canvas = el("canvas", {
@@ -26,7 +28,7 @@ export function heatMap(announce) {
     el("li", { text: "stronger: used more" }));
   const small = document.createElement("canvas"); // a pixel per expert
   let frame = null, map = new Uint8Array(), glow = new Float32Array();
-  let cell = null, spoken = 0, palette = null;
+  let cell = null, spoken = 0, palette = null, named = -Infinity, listed = -Infinity;
 
   function show(next) {
     const raw = atob(next.map);
@@ -34,6 +36,7 @@ export function heatMap(announce) {
       map = new Uint8Array(raw.length);
       glow = new Float32Array(raw.length);
       cell = null;
+      named = listed = -Infinity;
     }
     for (let at = 0; at < raw.length; at += 1) {
       map[at] = raw.charCodeAt(at);
@@ -54,9 +57,13 @@ export function heatMap(announce) {
     const [disk, ram, gpu] = tiers();
     const words = `${frame.layers} layers of ${frame.experts} experts: ${ram} in RAM, `
       + `${frame.tiers.gpu ? `${gpu} on the GPU, ` : ""}${disk} on disk`;
-    if (canvas.getAttribute("aria-label") !== words) canvas.setAttribute("aria-label", words);
+    const now = performance.now();
+    if (now - named > NAME_MS && canvas.getAttribute("aria-label") !== words) {
+      named = now;
+      canvas.setAttribute("aria-label", words);
+    }
     if (cell) told.textContent = words_of(cell);
-    if (details.open) tell_rows();
+    if (details.open && now - listed > ROWS_MS) tell_rows();
   }
 
   function words_of([row, column]) {
@@ -67,8 +74,10 @@ export function heatMap(announce) {
       + `heat ${byte >> 4} of 15${now}`;
   }
 
+  // Fill the table. Its cells stay, and with them the place to which the user has scrolled.
   function tell_rows() {
     const rows = [];
+    listed = performance.now();
     for (let row = 0; row < frame.layers; row += 1) {
       const start = row * frame.experts, end = start + frame.experts;
       const [disk, ram, gpu] = tiers(start, end);
@@ -81,8 +90,13 @@ export function heatMap(announce) {
       rows.push([`${frame.layer_numbers ? frame.layer_numbers[row] : row}`, `${gpu}`, `${ram}`,
         `${disk}`, share, `${used}`, `${hot - start} (${map[hot] >> 4})`]);
     }
+    const cells = [...details.querySelectorAll("tbody :is(th, td)")], texts = rows.flat();
+    if (cells.length === texts.length) {
+      cells.forEach((one, at) => { if (one.textContent !== texts[at]) one.textContent = texts[at]; });
+      return;
+    }
     const columns = ["Layer", "GPU", "RAM", "Disk", "In memory", "Used now", "Hottest (heat)"];
-    details.lastChild.replaceWith(table("Experts by layer, when this was opened", columns, rows));
+    details.lastChild.replaceWith(table("Experts by layer", columns, rows));
   }
 
   function size() {

@@ -52,6 +52,38 @@ export function table(caption, columns, rows) {
     el("table", {}, el("caption", { text: caption }), el("thead", {}, head), el("tbody", {}, ...body)));
 }
 
+// Show other nodes in a node. Those at the beginning that come from the same `source` stay, and with them
+// the focus and what the user has selected.
+export function renew(node, fresh) {
+  let same = 0;
+  while (same < fresh.length && node.childNodes[same]?.source === fresh[same].source) same += 1;
+  while (node.childNodes.length > same) node.lastChild.remove();
+  node.append(...fresh.slice(same));
+}
+
+// Return a button that copies what `text` returns.
+export function copyButton(words, text, about = {}) {
+  const button = el("button", { type: "button", text: words, ...about });
+  button.addEventListener("click", async () => {
+    button.textContent = await copied(text()) ? "Copied" : "Not allowed here";
+    setTimeout(() => { button.textContent = words; }, 2000);
+  });
+  return button;
+}
+
+async function copied(text) {
+  if (navigator.clipboard) return navigator.clipboard.writeText(text).then(() => true, () => false);
+  // Over plain HTTP from another machine only the selection can be copied.
+  const had = document.activeElement, field = el("textarea", { class: "unseen", "aria-hidden": "true" });
+  field.value = text;
+  document.body.append(field);
+  field.select();
+  const done = document.execCommand("copy");
+  field.remove();
+  had.focus();
+  return done;
+}
+
 // Return a list of names with their values.
 export function facts(pairs) {
   const list = el("dl", { class: "panes-facts" });

@@ -107,12 +107,13 @@ export function shellOf(find) {
     const before = select.value || localStorage.getItem(CHOSEN);
     const states = Object.fromEntries([...loaded].map((name) => [name, LOADED]));
     for (const one of running.loading) states[one.model] ??= loadingWords(one);
-    const texts = names.map((name) => states[name] ? `${name} (${states[name]})` : name);
+    const chosen = names.includes(before) ? before : [...loaded][0] ?? names[0] ?? "";
+    // The state of the chosen one stands beside the selector.
+    const texts = names.map((name) => states[name] && name !== chosen ? `${name} (${states[name]})` : name);
     if (texts.join("\n") !== shown) {
       shown = texts.join("\n");
       select.replaceChildren(...texts.map((text, at) => new Option(text, names[at])));
     }
-    const chosen = names.includes(before) ? before : [...loaded][0] ?? names[0] ?? "";
     select.value = chosen;
     const now = !names.length ? "no model yet: see Models" : states[chosen] ?? "not loaded";
     if (state.textContent !== now) state.textContent = now;

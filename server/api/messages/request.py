@@ -15,6 +15,7 @@ from moeinf.server.api.chat_turn import Chat
 from moeinf.server.api.fields.bounds import Few, Listed, StopText
 from moeinf.server.api.fields.optional import RequestObject
 from moeinf.server.api.fields.sampling import Sampled
+from moeinf.server.api.messages.client_tools import described
 from moeinf.server.api.prompts import add_turn, joined, unread
 from moeinf.server.api.tool_choice import chosen_tools, effort_of, own_tools
 from moeinf.server.http.request_log import notes_of
@@ -25,6 +26,7 @@ class _Block(RequestObject):
     type: str = Field(max_length=64)
     text: str | None = None
     title: str | None = None
+    context: str | None = None
     source: str | dict[str, Any] | None = None
     tool_name: str | None = None
 
@@ -32,7 +34,7 @@ class _Block(RequestObject):
 class TextBlock(_Block):
     """A block of a system prompt or of a tool's result.
 
-    Types: text, document (of text), search_result, tool_reference.
+    Types: text, document (of text or blocks of text), search_result, tool_reference.
     """
 
     content: str | Listed[dict[str, Any]] | None = None
@@ -59,13 +61,26 @@ class InputMessage(RequestObject):
 
 
 class MessagesTool(RequestObject):
-    """A tool of the client. Tools that Anthropic's servers would run are skipped."""
+    """A tool of the client.
+
+    bash_…, text_editor_… and memory_… need no schema. Others that Anthropic's servers would run are
+    skipped.
+    """
 
     model_config = ConfigDict(extra="allow")
     type: str | None = None
     name: str | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
+
+    def whole(self) -> MessagesTool:
+        """Return the tool with its schema, also if its type stands for one."""
+        about = described(self.type)
+        if about is None:
+            return self
+        words, schema = about
+        said = {"type": None, "description": self.description or words, "input_schema": schema}
+        return self.model_copy(update=said)
 
 
 class MessagesToolChoice(RequestObject):
@@ -114,7 +129,7 @@ class CountRequest(Sampled):
         chosen = self.tool_choice or MessagesToolChoice()
         choice = {"any": "required", "tool": None}.get(chosen.type, chosen.type)
         name = chosen.name or "" if chosen.type == "tool" else None
-        offered = _offered(own_tools(self.tools or [], "custom", request))
+        offered = _offered(own_tools([one.whole() for one in self.tools or ()], "custom", request))
         tools, must_call = chosen_tools(offered, choice, name)
         chat = Chat(
             self._messages(),
@@ -155,7 +170,7 @@ class CountRequest(Sampled):
                 continue
             for one in _told(turn.role, blocks, names):
                 add_turn(found, one)
-        if not found:
+        if all(one["role"] == "system" for one in found):
             raise BadRequest("messages: the turns are empty", "messages")
         if self.is_answered and found[-1]["role"] == "assistant":
             raise BadRequest("messages: an assistant's last turn is not continued here", "messages")
@@ -232,11 +247,8 @@ def _told(
 
 def _result(block: TextBlock) -> str:
     """Return the text of a block in a tool's result. Raises BadRequest for an unknown block."""
-    source = block.source
-    is_text = block.type == "document" and isinstance(source, dict) and source.get("type") == "text"
-    return (
-        unread(block.type) if block.type in ("image", "document") and not is_text else _text(block)
-    )
+    is_other = block.type == "image" or (block.type == "document" and _document(block) is None)
+    return unread(block.type) if is_other else _text(block)
 
 
 def _text(block: TextBlock | ContentBlock) -> str:
@@ -248,11 +260,28 @@ def _text(block: TextBlock | ContentBlock) -> str:
         return joined([block.title or "", source if isinstance(source, str) else "", _inner(block)])
     if block.type == "tool_reference":
         return block.tool_name or ""
-    if block.type == "document" and isinstance(source, dict):
-        if source.get("type") == "text":
-            return joined([block.title or "", str(source.get("data", ""))])
-        raise BadRequest("messages: models here read documents of text only")
+    if block.type == "document":
+        text = _document(block)
+        if text is None:
+            raise BadRequest("messages: models here read documents of text only", "messages")
+        return joined([block.title or "", block.context or "", text])
     raise BadRequest(f"messages: models here read text only, not {block.type}", "messages")
+
+
+def _document(block: TextBlock | ContentBlock) -> str | None:
+    """Return the text of a document, which may come as blocks; None: it is not of text."""
+    source = block.source if isinstance(block.source, dict) else {}
+    kind, said = source.get("type"), source.get("content")
+    if kind == "text":
+        return str(source.get("data") or "")
+    if kind == "content" and isinstance(said, str):
+        return said
+    if kind != "content" or not isinstance(said, list):
+        return None
+    parts = [part for part in said if isinstance(part, dict) and part.get("type") == "text"]
+    return (
+        joined(str(part.get("text") or "") for part in parts) if len(parts) == len(said) else None
+    )
 
 
 def _inner(block: TextBlock | ContentBlock) -> str:

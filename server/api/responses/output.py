@@ -90,7 +90,8 @@ class Output:
         about = {"item_id": item["id"], "output_index": len(self.items) - 1}
         yield self._of_item("response.output_item.added")
         yield {"type": "response.function_call_arguments.delta", **about, "delta": arguments}
-        yield {"type": "response.function_call_arguments.done", **about, "arguments": arguments}
+        done = {**about, "name": item["name"], "arguments": arguments}
+        yield {"type": "response.function_call_arguments.done", **done}
         self.items[-1] |= {"arguments": arguments, "status": "completed"}
         yield self._of_item("response.output_item.done")
 

@@ -33,7 +33,10 @@ class ItemPart(RequestObject):
 
 
 class InputItem(RequestObject):
-    """An item of a conversation: message, function_call, function_call_output or reasoning."""
+    """An item of a conversation: message, function_call, function_call_output or reasoning.
+
+    item_reference stands for the item of a stored response that has its id.
+    """
 
     model_config = ConfigDict(extra="allow")
     type: str = Field("message", max_length=64)
@@ -46,6 +49,10 @@ class InputItem(RequestObject):
     arguments: str | None = None
     output: str | Listed[ItemPart] | None = None
     summary: Listed[ItemPart] | None = None
+
+    def refers(self) -> bool:
+        """Return whether it stands for a stored item. A reference may have an id alone."""
+        return self.type == "item_reference" or self.model_fields_set == {"id"}
 
 
 class NamedFunction(RequestObject):
@@ -128,8 +135,8 @@ class InputRequest(Sampled):
             return [InputItem(type="message", role="user", content=[part])]
         return self.input or []
 
-    def turn(self, request: Request, earlier: Sequence[InputItem]) -> tuple[Chat, Constrain | None]:
-        """Return the turn and what constrains its answer; earlier: items before `input`.
+    def turn(self, request: Request, items: Sequence[InputItem]) -> tuple[Chat, Constrain | None]:
+        """Return the turn and what constrains its answer; items: the whole conversation.
 
         Raises BadRequest, BadFormat.
         """
@@ -140,7 +147,7 @@ class InputRequest(Sampled):
         messages = list[dict[str, Any]]()
         if self.instructions:
             messages.append({"role": "system", "content": self.instructions})
-        for item in (*earlier, *self.items()):
+        for item in items:
             add_turn(messages, _turn(item))
         if all(message["role"] == "system" for message in messages):
             raise BadRequest("input: the request has no turns", "input")

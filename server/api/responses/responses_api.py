@@ -30,7 +30,8 @@ _KINDS = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_
 @router.post("")
 async def create(asked: ResponsesRequest, request: Request) -> Response:
     """Answer as OpenAI's Responses API does, and keep the response unless `store` is false."""
-    turn, constrain = asked.turn(request, _earlier(asked, request))
+    own = _own(asked, request)
+    turn, constrain = asked.turn(request, [*_earlier(asked, request), *own])
     job = Job(
         turn.prepare,
         asked.sampling(),
@@ -39,7 +40,7 @@ async def create(asked: ResponsesRequest, request: Request) -> Response:
         constrain=constrain,
     )
     loaded, told = await begun(request, asked.model, job, turn)
-    answering = _Answering(asked, request, loaded, turn)
+    answering = _Answering(asked, own, request, loaded, turn)
     if asked.stream:
         lines = answering.stream(told)
         return StreamingResponse(lines, media_type="text/event-stream")
@@ -57,7 +58,7 @@ async def create(asked: ResponsesRequest, request: Request) -> Response:
 @router.post("/input_tokens")
 async def input_tokens(asked: InputRequest, request: Request) -> Response:
     """Return the number of tokens of a conversation, template included, without an answer."""
-    turn, _ = asked.turn(request, _earlier(asked, request))
+    turn, _ = asked.turn(request, [*_earlier(asked, request), *_own(asked, request)])
     turn.shift = False  # a client counts to drop turns of its own choice
     job = Job(turn.prepare, SamplingOptions(), Limits(0), counts=True)
     _, told = await begun(request, asked.model, job, turn)
@@ -126,13 +127,34 @@ def _earlier(asked: InputRequest, request: Request) -> list[InputItem]:
     return [InputItem.model_validate(item) for item in found]
 
 
+def _own(asked: InputRequest, request: Request) -> list[InputItem]:
+    """Return the items of a request's input, with the stored items that it refers to.
+
+    Raises BadRequest, NoSuchResponse, BodiesTooLong.
+    """
+    said = asked.items()
+    names = [item.id or "" for item in said if item.refers()]
+    if not all(names):
+        raise BadRequest("input: an item_reference has no id", "input")
+    found = _store(request).items(names, request.state.body)
+    return [
+        InputItem.model_validate(found[item.id]) if item.id and item.refers() else item
+        for item in said
+    ]
+
+
 class _Answering:
     """One answer on its way to its client."""
 
     def __init__(
-        self, asked: ResponsesRequest, request: Request, loaded: Loaded, turn: Chat
+        self,
+        asked: ResponsesRequest,
+        own: list[InputItem],
+        request: Request,
+        loaded: Loaded,
+        turn: Chat,
     ) -> None:
-        self._asked, self._loaded, self._turn = asked, loaded, turn
+        self._asked, self._own, self._loaded, self._turn = asked, own, loaded, turn
         self._store = _store(request)
         self._settings: Settings = request.app.state.settings
         self._output, self._document = Output(asked.namespaces()), Document(asked)
@@ -152,7 +174,7 @@ class _Answering:
         """Return the response, and keep it if it is to be kept."""
         whole = self._document.ended(self._output, ended, self._turn.about())
         if self._asked.store:
-            self._store.put(whole, [_named(item) for item in self._asked.items()])
+            self._store.put(whole, [_named(item) for item in self._own])
         return whole
 
     async def stream(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,11 +30,12 @@ class _Stored:
     items: bytes
     own: int
     containers: int  # objects and lists in items
+    ids: tuple[str, ...]  # of the items
     previous: str | None
 
     @property
     def size(self) -> int:
-        return len(self.document) + len(self.items)
+        return len(self.document) + len(self.items) + sum(map(len, self.ids))
 
     def read(self, body: Body) -> list[dict[str, Any]]:
         """Return the items; body: of the request that reads them, which counts their memory."""
@@ -49,6 +50,7 @@ class ResponseStore:
 
     def __init__(self) -> None:
         self._stored: OrderedDict[str, _Stored] = OrderedDict()  # the oldest use first
+        self._places: dict[str, list[str]] = {}  # the responses of each item, by their ids
         self.held_bytes = 0
 
     def __len__(self) -> int:
@@ -58,10 +60,14 @@ class ResponseStore:
         """Keep a response; those with the oldest use leave. One beyond the limit is not kept."""
         said = [*items, *map(_plain, document["output"])]
         previous = document["previous_response_id"]
-        one = _Stored(_text(document), _text(said), len(items), _containers(said), previous)
+        ids = tuple(dict.fromkeys(item["id"] for item in said))
+        count = _containers(said)
+        one = _Stored(_text(document), _text(said), len(items), count, ids, previous)
         if one.size > MOST_STORED_BYTES:
             return
         self._stored[document["id"]] = one
+        for item in ids:
+            self._places.setdefault(item, []).append(document["id"])
         self.held_bytes += one.size
         while len(self._stored) > MOST_RESPONSES or self.held_bytes > MOST_STORED_BYTES:
             self._forget(next(iter(self._stored)))
@@ -95,6 +101,20 @@ class ResponseStore:
         chain = reversed(list(self._chain(name)))
         return [item for one in chain for item in one.read(body)]
 
+    def items(self, names: Iterable[str], body: Body) -> dict[str, dict[str, Any]]:
+        """Return stored items by their ids, and others of the same responses.
+
+        body: as of input_of. Raises NoSuchResponse, BodiesTooLong.
+        """
+        found: dict[str, dict[str, Any]] = {}
+        for name in names:
+            if name not in found:
+                if name not in self._places:
+                    raise NoSuchResponse(f"no stored response has the item {name[:80]!r}")
+                newest = self._used(self._places[name][-1])
+                found |= {item["id"]: item for item in newest.read(body)}
+        return found
+
     def _chain(self, name: str | None) -> Iterator[_Stored]:
         """Yield a response and those before it, the newest first."""
         while name is not None:
@@ -110,7 +130,12 @@ class ResponseStore:
         return one
 
     def _forget(self, name: str) -> None:
-        self.held_bytes -= self._stored.pop(name).size
+        one = self._stored.pop(name)
+        self.held_bytes -= one.size
+        for item in one.ids:
+            self._places[item].remove(name)
+            if not self._places[item]:
+                del self._places[item]
 
 
 def _text(value: Any) -> bytes:

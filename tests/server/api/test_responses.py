@@ -281,7 +281,8 @@ def test_a_schema_or_a_call_that_must_be(client: openai.OpenAI) -> None:
     [
         ({"input": []}, "no turns"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "text only"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "item_reference"),
+        ({"input": [{"type": "item_reference"}]}, "has no id"),
+        ({"input": [{"type": "shell_call", "id": "x"}]}, "shell_call"),
         ({"input": [{"type": "function_call_output", "output": "3"}]}, "no call_id"),
         ({"input": [{"type": "function_call", "call_id": "c"}]}, "no name"),
         ({"tools": [{"type": "web_search"}]}, "web_search"),

@@ -23,3 +23,10 @@ def told(page: Any, lines: list[dict[str, Any]]) -> None:
     """Let the server answer with these lines."""
     body = "".join(json.dumps(line) + "\n" for line in lines)
     page.route("**/api/chat", lambda route: route.fulfill(body=body))
+
+
+def delete_chat(page: Any, title: str) -> None:
+    """Delete a chat of the open history, and say yes."""
+    page.get_by_role("button", name=f"Delete {title}", exact=True).click()
+    dialog = page.get_by_role("dialog", name=f"Delete the chat {title}?")
+    dialog.get_by_role("button", name="Delete").click()

@@ -48,7 +48,7 @@ const shell = {
     }
   },
   model: () => "demo:bf16",
-  onModel() {},
+  onModel(listener) { window.chosen = listener; },
   announce: (text) => window.announced.push(text),
 };
 const pane = document.getElementById("pane");

@@ -195,6 +195,8 @@ def test_a_whole_chat_needs_no_pointer(loaded: Any) -> None:
     page.wait_for_selector(".past li")
     press_to(page, "Delete sort owl, ant")
     keys.press("Enter")
+    press_to(page, "Delete")
+    keys.press("Enter")
     page.wait_for_selector(".empty")
     press_to(page, "Models", "Shift+Tab")
     keys.press("Enter")

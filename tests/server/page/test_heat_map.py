@@ -40,11 +40,12 @@ def line(cells: list[int], number: int) -> str:
     return json.dumps(frame) + "\n"
 
 
-def opened(page: Any, address: str) -> Any:
-    """Show two frames: first one expert is used, then another; return the map."""
-    frames = [list(BEFORE), list(BEFORE)]
-    frames[0][FADED] |= USED
-    frames[1][FLASHED] |= USED
+def opened(page: Any, address: str, frames: list[list[int]] | None = None) -> Any:
+    """Show frames, by default two: first one expert is used, then another; return the map."""
+    if frames is None:
+        frames = [list(BEFORE), list(BEFORE)]
+        frames[0][FADED] |= USED
+        frames[1][FLASHED] |= USED
     body = "".join(line(cells, number) for number, cells in enumerate(frames, 1))
     page.route("**/api/experts?*", lambda route: route.fulfill(body=body))
     page.goto(f"{address}/#experts")
@@ -137,3 +138,34 @@ def test_bars_figures_and_lines_of_the_last_minutes(page: Any, address: str) -> 
         "one => one.getContext('2d').getImageData(0, 0, one.width, one.height).data.some(Boolean)"
     )
     assert disk.evaluate(drawn)
+
+
+def test_a_screen_reader_does_not_hear_each_frame(page: Any, address: str) -> None:
+    """The map's name changes every 5 s at most."""
+    canvas = opened(page, address, [list(BEFORE), [DISK] * len(BEFORE)])
+    page.wait_for_function("() => document.querySelector('.panes-now').textContent === '75.0 %'")
+    assert canvas.get_attribute("aria-label").startswith("2 layers of 4 experts: 3 in RAM")
+    page.wait_for_selector("canvas[aria-label*='0 in RAM, 0 on the GPU, 8 on disk']")
+
+
+def test_a_line_tells_its_span_and_breaks_where_nothing_was_asked(page: Any) -> None:
+    found = page.evaluate("""async () => {
+      const { spark } = await import("/page/charts.js");
+      const line = spark("x", String, 1), place = document.createElement("div");
+      place.className = "panes";
+      place.append(line.node);
+      document.body.append(place);
+      const points = [[0, 0.5], [0.5, 0.5], [1, null], [10, 0.5]];
+      for (const [time, value] of points) line.add(time, value);
+      const canvas = line.node.querySelector("canvas"), spans = [line.node.textContent];
+      const drawn = [112, 160].map((x) =>
+        canvas.getContext("2d").getImageData(x, 0, 1, canvas.height).data.some(Boolean));
+      for (const time of [50, 170, 300]) {
+        line.add(time, 0.5);
+        spans.push(line.node.textContent);
+      }
+      return { drawn, spans };
+    }""")
+    assert found["drawn"] == [True, False]  # 10 s ago, and 5 s ago
+    spans = ("last 20 s", "last minute", "last 3 minutes", "last 3 minutes")
+    assert found["spans"] == [f"x 0.5 {span}" for span in spans]

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.server.page.asking import ask, told
+from tests.server.page.asking import ask, delete_chat, told
 
 KEPT = """() => new Promise((resolve) => {
   const asked = indexedDB.open("moeinf", 1);
@@ -53,6 +53,20 @@ def test_all_chats_are_deleted_after_a_question(page: Any) -> None:
     assert page.evaluate(KEPT) == []
 
 
+def test_a_chat_is_deleted_only_after_a_question(page: Any) -> None:
+    told(page, [{"message": {"content": "yes"}, "done": True}])
+    ask(page, "one")
+    page.locator("details.past summary").click()
+    page.get_by_role("button", name="Delete one").click()
+    dialog = page.get_by_role("dialog", name="Delete the chat one?")
+    dialog.get_by_role("button", name="Keep").click()
+    assert page.evaluate(KEPT) == ["one"]
+    assert page.locator("article.own .body").inner_text() == "one"
+    delete_chat(page, "one")
+    page.wait_for_selector(".empty")
+    assert page.evaluate(KEPT) == []
+
+
 def test_the_focus_stays_in_the_history_when_a_chat_is_deleted(page: Any) -> None:
     told(page, [{"message": {"content": "yes"}, "done": True}])
     ask(page, "one")
@@ -60,7 +74,7 @@ def test_the_focus_stays_in_the_history_when_a_chat_is_deleted(page: Any) -> Non
     ask(page, "two")
     page.locator("details.past summary").click()
     for name in ("one", "two"):
-        page.get_by_role("button", name=f"Delete {name}").click()
+        delete_chat(page, name)
         page.wait_for_function(f"() => !document.querySelector('[aria-label=\"Delete {name}\"]')")
         assert page.evaluate("() => document.activeElement.textContent") == "History"
 

@@ -66,6 +66,34 @@ def test_code_is_copied_as_it_was_written(page: Any) -> None:
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     told(page, [{"message": {"content": f"Run:\n\n```python\n{code}```\n"}, "done": True}])
     found = ask(page, "hi")
-    found.get_by_role("button", name="Copy").click()
+    found.get_by_role("button", name="Copy", exact=True).click()
     found.get_by_role("button", name="Copied").wait_for()
-    assert page.evaluate("() => navigator.clipboard.readText()") == code.removesuffix("\n")
+    read = "() => navigator.clipboard.readText()"
+    assert page.evaluate(read) == code.removesuffix("\n")
+    found.get_by_role("button", name="Copy answer").click()
+    page.wait_for_function(f"async () => (await ({read})()).startsWith('Run:')")
+    assert page.evaluate(read) == f"Run:\n\n```python\n{code}```\n"
+
+
+def test_an_answer_is_copied_over_plain_http(page: Any) -> None:
+    """There, from another machine, a browser has no clipboard for scripts."""
+    told(page, [{"message": {"content": "**yes**"}, "done": True}])
+    found = ask(page, "hi")
+    page.evaluate("""() => {
+        Object.defineProperty(navigator, "clipboard", { value: undefined });
+        document.addEventListener("copy", (event) => { window.copied = event.target.value; });
+    }""")
+    found.get_by_role("button", name="Copy answer").click()
+    found.get_by_role("button", name="Copied").wait_for()
+    assert page.evaluate("() => window.copied") == "**yes**"
+    assert page.evaluate("() => document.activeElement.textContent") == "Copied"
+    assert page.locator("body > textarea").count() == 0
+
+
+def test_marks_within_marks_and_marks_that_are_text(page: Any) -> None:
+    text = r"**bold *both* end** ***all*** _low_ snake_case_name \*plain\* 2 * 3 * 4 C:\dir"
+    told(page, [{"message": {"content": text}, "done": True}])
+    body = ask(page, "hi").locator(".body")
+    assert body.locator("strong").all_inner_texts() == ["bold both end", "all"]
+    assert body.locator("em").all_inner_texts() == ["both", "all", "low"]
+    assert body.inner_text() == (r"bold both end all low snake_case_name *plain* 2 * 3 * 4 C:\dir")

@@ -108,12 +108,19 @@ def test_the_heat_map_follows_the_frames(server: str, open_pane: Open) -> None:
         assert sum(int(cell) for cell in row.locator("td").all_inner_texts()[:3]) == 32
     assert rows.nth(2).locator("th").inner_text() == "4"  # the model's own number
     assert rows.nth(2).locator("td").all_inner_texts()[:4] == ["0", "13", "19", "41 %"]
+    used = rows.first.locator("td").nth(4)
+    page.wait_for_function(  # its cell stays
+        "([one, was]) => one.isConnected && one.textContent !== was",
+        arg=[used.element_handle(), used.text_content()],
+    )
     expect(canvas).to_have_attribute("aria-label", re.compile("77 in RAM, 115 on disk"))
     page.wait_for_function("() => announced.some((text) => text.includes('expert 0: in RAM'))")
     expect(page.locator(".panes")).to_contain_text("Hit rate 90.0 %")
     assert page.evaluate("document.documentElement.scrollWidth") == 360
     page.get_by_role("button", name="Pause").click()
     page.wait_for_function("() => streams === 0")
+    page.evaluate("chosen('demo:bf16')")  # another model while it is paused
+    expect(page.locator(".panes-state").first).to_have_text("Paused.")
     page.get_by_role("button", name="Pause").click()
     page.wait_for_function("() => streams === 1")
     page.evaluate("pane.hide()")
@@ -147,7 +154,8 @@ def test_a_refused_memory_is_told_and_the_slider_goes_back(page: Any, server: st
     loaded(server)
     page.goto(f"{server}/#experts")
     slider, size = page.get_by_role("slider"), budget(server)
-    expect(page.locator(".panes-promise")).to_contain_text("MiB, ")
+    expect(page.locator(".panes-promise")).to_contain_text("iB, ")
+    expect(slider).not_to_have_value("100")  # the first frame has come
     before = slider.input_value()
     slider.evaluate("one => { one.min = 1; }")  # less than the server allows
     slider.focus()

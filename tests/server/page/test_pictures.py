@@ -39,7 +39,7 @@ class Asking(threading.Thread):
 def test_pictures(browser: Any, server: str, tmp_path: Path, pane: str, look: str) -> None:
     name = KEPT.get((pane, look)) if "MOEINF_DRAW" in os.environ else None
     file = Path("docs") / name if name else tmp_path / f"{pane}-{look}.png"
-    size = {"width": 1000, "height": 1090 if pane == "experts" else 640}
+    size = {"width": 1000, "height": 1140 if pane == "experts" else 640}
     context = browser.new_context(color_scheme=look, viewport=size)
     page = context.new_page()
     page.goto(server)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.server.page.asking import delete_chat
+
 DONE = '{"message": {"content": "yes"}, "done": true}\n'
 
 
@@ -53,7 +55,7 @@ def test_a_chat_that_another_tab_deletes_stays_deleted(page: Any) -> None:
     other.goto(page.url)
     other.wait_for_selector("article.own")
     other.locator("details.past summary").click()
-    other.get_by_role("button", name="Delete one").click()
+    delete_chat(other, "one")
     other.wait_for_selector(".empty")
     ask(page, "two")
     page.wait_for_selector(".told:has-text('Another tab deleted this chat')")
