@@ -180,6 +180,18 @@ def test_other_families_are_refused_by_name(model_type: str) -> None:
         family_of({"model_type": model_type, "num_experts": 8})
 
 
+@pytest.mark.parametrize(
+    "more", [{"scale_factor": 4.0, "moe_type": "modulelist"}, {"intermediate_size_residual": 1792}]
+)
+def test_llama_moe_v2_has_mixtrals_model_type(more: dict[str, Any]) -> None:
+    """Its null keys say nothing."""
+    config = {**PUBLISHED["mistralai/Mixtral-8x7B-v0.1"], "top_k_attn": None}
+    family = family_of(config)
+    assert family.parse({**config, "intermediate_size_residual": None}) == family.parse(config)
+    with pytest.raises(ModelDataError, match="is LLaMA-MoE-v2, which is not supported"):
+        family.parse({**config, **more})
+
+
 def test_a_config_without_model_type_is_refused_by_its_architecture() -> None:
     """Such is the file of MiniCPM-MoE."""
     told = r"model_type absent \(architectures: MiniCPMForCausalLM\) is not supported"
