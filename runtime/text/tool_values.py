@@ -23,8 +23,8 @@ _ESCAPE = re.compile(
     r"\\(?:([\\'\"nrt])|x([0-9a-f]{2})|u([0-9a-f]{4})|U(000[0-9a-f]{5}|0010[0-9a-f]{4}))"
 )
 _STRICT = r"'(?:[^'\\\n]|\\.)*'|\"(?:[^\"\\\n]|\\.)*\""
-# As LFM2.5's template writes a text: with its own line ends and quotes. So a quote inside is one
-# that nothing follows which could follow a value.
+# LFM2.5 escapes neither line ends nor quotes in a text. A quote is part of the text unless what
+# follows it may follow a value.
 _AFTER = r"\s*(?:[,)\]}:]|\Z)"
 _LOOSE = "|".join(
     rf"{quote}(?:[^{quote}\\]|(?s:\\.)|{quote}(?!{_AFTER}))*{quote}(?={_AFTER})" for quote in "'\""
