@@ -20,6 +20,7 @@ from moeinf.models import (
     gemma4,
     glm4_moe,
     glm4_moe_lite,
+    glm4v_moe,
     glm5_next,
     glm_moe_dsa,
     gpt_oss,
@@ -62,6 +63,8 @@ FAMILIES: Mapping[str, Family] = {
     "gemma4_text": gemma4.FAMILY,  # saved without what sees
     "glm4_moe": glm4_moe.FAMILY,
     "glm4_moe_lite": glm4_moe_lite.FAMILY,
+    "glm4v_moe": glm4v_moe.FAMILY,
+    "glm4v_moe_text": glm4v_moe.FAMILY,  # saved without its vision part
     "glm5_next": glm5_next.FAMILY,
     "glm5_next_text": glm5_next.FAMILY,  # saved without its vision part
     "glm_moe_dsa": glm_moe_dsa.FAMILY,

@@ -10,13 +10,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moeinf.models.base import ExpertPart, Family, Model, MoeShape, Parts
-from moeinf.models.config import MAX_CONTEXT, Fields
+from moeinf.models.config import MAX_CONTEXT, Fields, require
 from moeinf.models.expert_names import BLOCK_SPARSE_EXPERTS
 from moeinf.models.layers.attention import GqaAttention, GqaShape, gqa_projections, parse_gqa
 from moeinf.models.layers.decoder import Block, BodyConfig, Decoder, ignores_buffers, parse_body
 from moeinf.models.layers.moe import SparseFfn, parse_moe
 from moeinf.models.layers.norms import RmsNorm
 from moeinf.models.layers.routing import SoftmaxRouter
+
+# Keys of another model with this model_type, whose own code scales what its experts return.
+_LLAMA_MOE = ("moe_type", "scale_factor", "intermediate_size_residual")
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,11 @@ class MixtralConfig:
 def parse(values: Mapping[str, Any]) -> MixtralConfig:
     """See base.Family. A sliding window is supported."""
     fields = Fields(values)
+    for name in _LLAMA_MOE:
+        require(
+            not fields.has(name),
+            f"model_type mixtral with {name} is LLaMA-MoE-v2, which is not supported",
+        )
     body = parse_body(fields, default_theta=1e6, default_eps=1e-5)
     fields.refuse("attention_bias", False)
     window = fields.optional_integer("sliding_window", high=MAX_CONTEXT)

@@ -30,7 +30,12 @@ _AGAIN = f"{_GGUF}/test_round_trip.py::test_exported_and_read_back_are_the_same_
 COLUMNS: Mapping[str, tuple[str, ...]] = {  # what -> tests, of which each case is of one family
     "f32": (f"{_LOGITS}::test_decode", f"{_PAIRS}::test_decode"),
     "odd": (f"{_LOGITS}::test_decode", f"{_PAIRS}::test_decode"),
-    "bf16": (f"{_LOGITS}::test_bfloat16",),
+    "bf16": (f"{_LOGITS}::test_bfloat16", f"{_PAIRS}::test_bfloat16"),
+    "pieces": (f"{_LOGITS}::test_chunked_prefill",
+               "tests/models/test_windows.py::test_a_window_equals_its_pieces",
+               f"{_PAIRS}::test_several_tokens_at_once"),
+    "back": (f"{_LOGITS}::test_truncate_and_snapshot", f"{_PAIRS}::test_truncate_and_snapshot",
+             "tests/models/layers/test_recurrent.py::test_long_texts_and_what_is_left_of_them"),
     "greedy": (f"{_ENGINE}/test_families.py::{_TOKENS}",),
     "q8": (f"{_ENGINE}/test_quantised_families.py::test_near_the_reference",),
     "q4": (f"{_ENGINE}/test_quantised_families.py::test_near_the_reference",),
@@ -45,6 +50,8 @@ _MEANINGS = {
     "f32": "logits of prefill and decode in float32 are those of transformers",
     "odd": "the same for odd configurations, which are all but one",
     "bf16": "the same in bfloat16: at most 1.5 times the error of transformers",
+    "pieces": "the same logits of a prompt in chunks, and in a window of several chunks",
+    "back": "the same after `truncate`, and of a `snapshot`",
     "greedy": "greedy tokens are those of transformers, with all experts in memory and the least",
     "q8": "logits with weights in q8 are within 2 % of those on the widened weights",
     "q4": "the same in q4",
@@ -57,7 +64,7 @@ _MEANINGS = {
 _SEQ2SEQ = "tests/runtime/generation/test_seq2seq.py"
 _ELSEWHERE = f"an encoder-decoder: `pytest {_SEQ2SEQ}`"
 _NO_GGUF = "llama.cpp has no such architecture"
-_PAIRED = {"bf16": _ELSEWHERE, "greedy": _ELSEWHERE, "read": _NO_GGUF, "written": _NO_GGUF}
+_PAIRED = {"greedy": _ELSEWHERE, "read": _NO_GGUF, "written": _NO_GGUF}
 REASONS: Mapping[tuple[str, str], str] = {  # for a cell without a test
     **{(f, what): words for f in ("nllb-moe", "switch_transformers") for what, words in
        _PAIRED.items()},

@@ -21,7 +21,17 @@ from torch import Tensor
 from tests.gguf_blocks import nvfp4, packed
 from tests.gguf_deltas import delta, kimi
 from tests.gguf_gemma4 import add_gemma4_keys, gemma4_scale
-from tests.gguf_recent import NAMES, RECENT, SIGMOID, SPELLINGS, add_recent_keys, changed, named
+from tests.gguf_recent import (
+    CLASSES,
+    NAMES,
+    RECENT,
+    SIGMOID,
+    SPELLINGS,
+    add_recent_keys,
+    changed,
+    named,
+    text_part,
+)
 
 Named = Iterator[tuple[str, Tensor]]
 TypeOf = Callable[[str, Tensor], Kind]  # (name in the file, values) -> its type
@@ -91,13 +101,11 @@ def write_gguf(
         config["num_hidden_layers"] = len(config["layers_block_type"])
     if "mlp_layer_types" in config:
         config["first_k_dense_replace"] = config["mlp_layer_types"].count("dense")
-    if config["model_type"] == "kimi_k2":
-        config["model_type"] = "deepseek_v3"  # one class of the converter
+    config["model_type"] = CLASSES.get(config["model_type"], config["model_type"])
     arch = ARCHITECTURES[config["model_type"]]
     stored: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
-        stored |= load_file(file)
-    stored = {name.removeprefix("language_model."): values for name, values in stored.items()}
+        stored |= text_part(load_file(file))
     common = dict(gguf.TensorNameMap.block_mappings_cfg)  # a map of arctic would change it
     with mock.patch.object(gguf.TensorNameMap, "block_mappings_cfg", common):
         names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
@@ -269,14 +277,6 @@ def _add_more_keys(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
         writer.add_expert_feed_forward_length(config["intermediate_size"])
     if family == "kimi_linear":
         writer.add_kda_head_dim(config["linear_head_dim"])
-    if family == "mimo_v2_flash":
-        sliding = rope["sliding_attention"]
-        writer.add_rope_dimension_count(int(config["head_dim"] * sliding["partial_rotary_factor"]))
-        writer.add_rope_freq_base_swa(sliding["rope_theta"])
-        writer.add_sliding_window(config["sliding_window"])
-        kinds = config["layer_types"]
-        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in kinds])
-        writer.add_float32("mimo2.attention.value_scale", config["attention_value_scale"])
     add_recent_keys(writer, config)
     if family == "qwen3_5_moe_text":
         inner = config["linear_value_head_dim"] * config["linear_num_value_heads"]

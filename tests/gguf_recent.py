@@ -29,6 +29,7 @@ NAMES = {
     "laguna": "laguna",
     "deepseek_v32": "deepseek32",
 }  # of architectures that the package lacks
+CLASSES = {"glm4v_moe_text": "glm4_moe", "kimi_k2": "deepseek_v3"}  # of the converter: one for both
 SIGMOID = (
     "deepseek_v32",
     "dots1",
@@ -56,6 +57,15 @@ SPELLINGS = {  # keys of a config -> those of other families
     "num_experts_per_token": "num_experts_per_tok",
     "num_shared_experts": "n_shared_experts",
 }
+
+
+def text_part(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors without those of vision, named as in a model of text alone."""
+    return {
+        name.replace("language_model.", "", 1): values
+        for name, values in stored.items()
+        if not name.startswith("model.visual.")
+    }
 
 
 def named(name: str) -> str | None:
@@ -125,11 +135,21 @@ def _qwen3_next(
 def add_recent_keys(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     """Write what set_gguf_parameters of each architecture adds."""
     family, rope = config["model_type"], config.get("rope_parameters") or {}
+    if sections := rope.get("mrope_section"):
+        writer.add_rope_dimension_sections([*sections, 0])
     if family in ("dots1", "exaone_moe", "solar_open"):
         writer.add_expert_weights_norm(config["norm_topk_prob"])
     if family in ("minimax_m2", "solar_open"):
         share = rope.get("partial_rotary_factor", 1.0)
         writer.add_rope_dimension_count(int(config["head_dim"] * share))
+    if family == "mimo_v2_flash":
+        sliding = rope["sliding_attention"]
+        writer.add_rope_dimension_count(int(config["head_dim"] * sliding["partial_rotary_factor"]))
+        writer.add_rope_freq_base_swa(sliding["rope_theta"])
+        writer.add_sliding_window(config["sliding_window"])
+        kinds = config["layer_types"]
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in kinds])
+        writer.add_float32("mimo2.attention.value_scale", config["attention_value_scale"])
     if family == "ernie4_5_moe":
         writer.add_interleave_moe_layer_step(config["moe_layer_interval"])
         shared = config["moe_num_shared_experts"] * config["moe_intermediate_size"]

@@ -94,11 +94,8 @@ def _empty(name: str | Tiny) -> Any:
         return kind._from_config(
             config, experts_implementation="eager", attn_implementation="eager"
         )
-    if isinstance(config, transformers.Glm5NextTextConfig):
-        seeing = transformers.Glm5NextForConditionalGeneration
-        return seeing._from_config(
-            with_vision(config), experts_implementation="eager", attn_implementation="eager"
-        )
+    if isinstance(config, transformers.Glm5NextTextConfig | transformers.Glm4vMoeTextConfig):
+        return with_vision(config)
     with warnings.catch_warnings():  # caused by n_shared_experts = 0
         warnings.filterwarnings("ignore", "Initializing zero-element tensors is a no-op")
         return transformers.AutoModelForCausalLM.from_config(

@@ -23,7 +23,7 @@ from tests.tiny_families import (
     qwen4,
     solar_open,
 )
-from tests.tiny_glm5 import GLM5
+from tests.tiny_glm5 import GLM4V, GLM5
 from tests.tiny_mamba import MAMBA
 
 RECENT: dict[str, Tiny] = {
@@ -367,6 +367,7 @@ RECENT: dict[str, Tiny] = {
         v_head_dim=22,
         num_experts_per_tok=8,
     ),
+    **GLM4V,
     **GLM5,
     **DEEPSEEK_V4,
     **MAMBA,
@@ -387,6 +388,7 @@ BRIEF: tuple[str, ...] = (
     "deepseek-v4",
     "v32",
     "glm-dsa",
+    "glm4v",
     "glm5-next",
     "mimo",
     "kimi-linear",

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from moeinf.runtime.generation.strict_turns import later_systems, strict_turns
+from moeinf.runtime.generation.tool_results import results_in_turns, wants_results_in_turns
 from moeinf.runtime.invalid import InvalidValue
 from moeinf.runtime.library.defaults import with_defaults
 from moeinf.runtime.request_json import parse
@@ -123,13 +124,13 @@ def _with_calls(
     """
     assert engine.template is not None
     harmony = is_harmony(engine.tokenizer.chat_template)
-    values = _guarded(_complete(messages, null, harmony), engine.tokenizer)
+    values = _guarded(_completed(engine, messages, null, harmony), engine.tokenizer)
     try:
         return engine.template.render(values, add_generation_prompt=True, **extra)
     except TemplateError:
         if not any(message.get("tool_calls") for message in values):
             raise
-    text = _guarded(_complete(messages, null, harmony, arguments_as_text=True), engine.tokenizer)
+    text = _guarded(_completed(engine, messages, null, harmony, True), engine.tokenizer)
     return engine.template.render(text, add_generation_prompt=True, **extra)
 
 
@@ -181,6 +182,14 @@ def _texts(value: Any) -> Iterator[str]:
             left += one
         elif isinstance(one, Mapping):
             left += [*one.keys(), *one.values()]
+
+
+def _completed(engine: Engine, messages: Sequence[Message], *how: bool) -> list[dict[str, Any]]:
+    """Return messages with all keys that the template reads; how: see _complete."""
+    found = _complete(messages, *how)
+    if wants_results_in_turns(engine.tokenizer.chat_template):
+        return results_in_turns(found)
+    return found
 
 
 def _complete(

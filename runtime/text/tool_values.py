@@ -22,11 +22,18 @@ _WORDS = {"True": "true", "False": "false", "None": "null"}
 _ESCAPE = re.compile(
     r"\\(?:([\\'\"nrt])|x([0-9a-f]{2})|u([0-9a-f]{4})|U(000[0-9a-f]{5}|0010[0-9a-f]{4}))"
 )
-_PYTHON = re.compile(
-    r"(?P<space>\s+)|(?P<mark>[\[\]{},:])|(?P<word>True|False|None|true|false|null)\b"
-    r"|(?P<number>-?[0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)(?![\w.])"
-    r"|(?P<text>'(?:[^'\\\n]|\\.)*'|\"(?:[^\"\\\n]|\\.)*\")"
+_STRICT = r"'(?:[^'\\\n]|\\.)*'|\"(?:[^\"\\\n]|\\.)*\""
+# LFM2.5 escapes neither line ends nor quotes in a text. A quote is part of the text unless what
+# follows it may follow a value.
+_AFTER = r"\s*(?:[,)\]}:]|\Z)"
+_LOOSE = "|".join(
+    rf"{quote}(?:[^{quote}\\]|(?s:\\.)|{quote}(?!{_AFTER}))*{quote}(?={_AFTER})" for quote in "'\""
 )
+_LITERAL = (
+    r"(?P<space>\s+)|(?P<mark>[\[\]{},:])|(?P<word>True|False|None|true|false|null)\b"
+    r"|(?P<number>-?[0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)(?![\w.])|(?P<text>TEXT)"
+)
+_PYTHON, _CALLED = (re.compile(_LITERAL.replace("TEXT", text)) for text in (_STRICT, _LOOSE))
 
 
 _QUOTE = '<|"|>'  # Gemma 4's, which is one token; a text between two has no escapes
@@ -81,7 +88,8 @@ def load_value(text: str, schema: Any, parameters: Any) -> Any:
 def load_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
     """Parse `[f(a=1, b='x'), g()]`: Python calls with named arguments, which are literals.
 
-    Raises Unfinished if the text ends inside a string, ValueError for anything else.
+    A text may have line ends and quotes that are not escaped. Raises Unfinished if it ends inside a
+    string, ValueError for anything else.
     """
     text = text.strip()
     at = 1 if text.startswith("[") else 0
@@ -111,7 +119,7 @@ def _arguments(text: str, at: int) -> tuple[str, int]:
             continue
         if not depth and (end := _END.match(text, at)) is not None:
             return "".join([*found, "}"]), end.end()
-        word, size = _token(text, at)
+        word, size = _token(text, at, _CALLED)
         depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(word, 0)
         key = not depth and word == ","
         found.append(word)
@@ -172,9 +180,9 @@ def _json_of_python(text: str) -> str:
     return "".join(found)
 
 
-def _token(text: str, at: int) -> tuple[str, int]:
+def _token(text: str, at: int, literal: re.Pattern[str] = _PYTHON) -> tuple[str, int]:
     """Return the JSON of the token of a Python literal at a place, and its length there."""
-    token = _PYTHON.match(text, at)
+    token = literal.match(text, at)
     if token is None:
         if text[at] in "'\"":
             raise Unfinished("a string has no end")

@@ -345,6 +345,7 @@ def test_unknown_family(values: Any) -> None:
 
 def test_table() -> None:
     others = {"kimi_k2": "deepseek_v3", "kimi_k25": "deepseek_v3", "mistral3": "mistral4"}
+    others["glm4v_moe"] = "glm4_moe"
     known = {name.removesuffix("_text"): f.model_type for name, f in FAMILIES.items()}
     assert known == {name: others.get(name, name) for name in known}
     tested = {tiny.family for tiny in TINY.values()} | {pair.family for pair in PAIRS.values()}

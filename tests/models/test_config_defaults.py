@@ -41,7 +41,7 @@ NAMES += [
 ]
 NAMES += ["lfm2", "mistral4", "laguna", "gemma4", "v32", "glm-dsa", "mimo", "kimi-linear"]
 NAMES += ["granite-hybrid", "nemotron", "nemotron-alone", "glm5-next"]
-NAMES += ["deepseek-v4"]
+NAMES += ["deepseek-v4", "glm4v"]
 Values = dict[str, Any]
 
 

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.fakes import WatchedExperts, load_resident
-from tests.models.conftest import Pair
+from tests.models.conftest import Pair, typical
 from tests.tiny import TINY, by_default, save_tiny
 
 
@@ -100,16 +99,6 @@ def test_kv_in_q8(pair: Pair) -> None:
     assert 1e-4 < float(errors.median()) < 0.06  # a token may move to another expert
 
 
-def _typical(errors: list[Tensor]) -> float:
-    """Return the root mean square over the 90 % of tokens with the smallest errors.
-
-    If rounding moves a token to another expert, its error measures the difference of the experts,
-    not the precision. Over many seeds this happens equally often on both sides.
-    """
-    per_token = torch.cat(errors).square().mean(-1).sort().values  # [tokens]
-    return float(per_token[: len(per_token) * 9 // 10].mean().sqrt())
-
-
 @pytest.mark.parametrize("name", by_default(list(TINY), least=True))
 def test_bfloat16(name: str, tmp_path: Path) -> None:
     """With the same bfloat16 weights our error is at most 1.5 times that of transformers."""
@@ -128,4 +117,4 @@ def test_bfloat16(name: str, tmp_path: Path) -> None:
         parts += [model.extend([([token], state)], loaded.experts) for token in tokens[32:]]
         theirs.append(rounded - exact)
         ours.append(torch.cat(parts) - exact)
-    assert 0 < _typical(ours) <= 1.5 * _typical(theirs)
+    assert 0 < typical(ours) <= 1.5 * typical(theirs)

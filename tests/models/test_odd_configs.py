@@ -25,10 +25,12 @@ WITH: dict[str, set[str]] = {
     "untied": EVERY,
     "tied": EVERY - {"kimi_linear", "nemotron_h"},  # refused: transformers has no tied head
     "groups": MLA  # the published Kimi-K2 and Kimi-K2.5 have one group
-    | {"dots1", "exaone_moe", "glm4_moe", "kimi_linear", "mimo_v2_flash", "mistral4", "nemotron_h"},
+    | {"dots1", "exaone_moe", "glm4_moe", "glm4v_moe", "kimi_linear", "mimo_v2_flash", "mistral4"}
+    | {"nemotron_h"},
     "dense first": MLA
-    | {"dots1", "ernie4_5_moe", "exaone_moe", "glm4_moe", "kimi_k2", "kimi_k25", "kimi_linear"}
-    | {"laguna", "lfm2_moe", "mimo_v2_flash", "mistral4", "qwen2_moe", "qwen3_moe", "qwen3_next"},
+    | {"dots1", "ernie4_5_moe", "exaone_moe", "glm4_moe", "glm4v_moe", "kimi_k2", "kimi_k25"}
+    | {"kimi_linear", "laguna", "lfm2_moe", "mimo_v2_flash", "mistral4", "qwen2_moe", "qwen3_moe"}
+    | {"qwen3_next"},
     "dense last": MLA - {"deepseek_v2", "deepseek_v3"}  # they only count the first layers
     | {"ernie4_5_moe", "exaone_moe", "kimi_linear", "laguna", "mimo_v2_flash"}
     | {"qwen2_moe", "qwen3_next"},

@@ -93,11 +93,11 @@ def pull(
 
     Families that run (`model_type` of config.json): arctic, deepseek_v2, deepseek_v3, deepseek_v32,
     deepseek_v4, dots1, ernie4_5_moe, exaone_moe, gemma4, gemma4_text, glm4_moe, glm4_moe_lite,
-    glm5_next, glm5_next_text, glm_moe_dsa, gpt_oss, granitemoe, granitemoehybrid, granitemoeshared,
-    hunyuan_v1_moe, kimi_k2, kimi_k25, kimi_linear, laguna, lfm2_moe, mimo_v2_flash, minimax_m2,
-    mistral3, mistral4, mixtral, nemotron_h, nllb-moe, olmoe, phimoe, qwen2_moe, qwen3_5_moe,
-    qwen3_5_moe_text, qwen3_moe, qwen3_next, qwen4_exp, qwen4_exp_text, solar_open,
-    switch_transformers.
+    glm4v_moe, glm4v_moe_text, glm5_next, glm5_next_text, glm_moe_dsa, gpt_oss, granitemoe,
+    granitemoehybrid, granitemoeshared, hunyuan_v1_moe, kimi_k2, kimi_k25, kimi_linear, laguna,
+    lfm2_moe, mimo_v2_flash, minimax_m2, mistral3, mistral4, mixtral, nemotron_h, nllb-moe, olmoe,
+    phimoe, qwen2_moe, qwen3_5_moe, qwen3_5_moe_text, qwen3_moe, qwen3_next, qwen4_exp,
+    qwen4_exp_text, solar_open, switch_transformers.
 
     Example: moeinf pull olmoe:q4
     """

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from moeinf.models import FAMILIES
 from moeinf.models.layers.delta_net import Rule, delta_rule
 from moeinf.models.layers.kimi_delta import channel_rule
 from moeinf.models.layers.mamba2 import state_space
 from moeinf.models.layers.recurrent import RecurrentLayout, RecurrentMemory
+from moeinf.runtime.checkpoints.inventory import WantedParts
 from tests.fakes import WatchedExperts, from_tensors, load_resident
-from tests.tiny import save_tiny, tiny_reference
+from tests.tiny import TINY, published_config, save_tiny, tiny_reference
 
 LAYOUT = RecurrentLayout(layers=2, shapes=((3,), (2, 2)))
 CPU = torch.device("cpu")
@@ -165,22 +167,25 @@ def test_a_pass_that_fails_leaves_everything_as_it_was() -> None:
     assert held(memory, 100) == {100.0}
 
 
+LONG = ["qwen3.5", "qwen3.5-full-first", "kimi-linear", "nemotron", "deepseek-v4", "qwen4"]
+LONG_TOO = ["granite-hybrid", "glm5-next", "lfm2", "qwen3-next"]
+
+
+def test_every_family_with_such_a_memory_is_here() -> None:
+    def remembers(name: str) -> bool:
+        family, values = FAMILIES[TINY[name].family], published_config(name)
+        return family.build(family.parse(values), WantedParts()).state_bytes > 0
+
+    with_memory = {TINY[name].family for name in TINY if remembers(name)}
+    assert with_memory == {TINY[name].family for name in (*LONG, *LONG_TOO)}
+
+
 @pytest.mark.parametrize(
-    "name",
-    [
-        "qwen3.5",
-        "qwen3.5-full-first",
-        "kimi-linear",
-        "nemotron",
-        "deepseek-v4",
-        "qwen4",
-        pytest.param("granite-hybrid", marks=pytest.mark.full),
-        pytest.param("glm5-next", marks=pytest.mark.full),
-    ],
+    "name", [*LONG, *(pytest.param(name, marks=pytest.mark.full) for name in LONG_TOO)]
 )
 def test_long_texts_and_what_is_left_of_them(name: str, tmp_path: Path) -> None:
     """Several chunks in a pass, a return, another end: the same result as in one pass."""
-    reference = save_tiny(name, tmp_path)
+    reference = save_tiny(TINY[name].but(max_position_embeddings=512), tmp_path)
     ours = load_resident(tmp_path)
     ids = torch.randint(97, (300,), generator=torch.Generator().manual_seed(5)).tolist()
     other = ids[:170] + [(i + 1) % 97 for i in ids[170:260]]

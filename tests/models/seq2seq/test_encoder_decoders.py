@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from torch import Tensor
 
 from moeinf.models.base import ContextFull
 from moeinf.models.seq2seq.encoder_decoder import EncoderDecoder, SourceState
-from tests.encoder_decoders import PAIRS, save_pair
+from tests.encoder_decoders import PAIRS, pair_reference, save_pair
 from tests.fakes import Loaded, WatchedExperts, load_resident
+from tests.models.conftest import typical
 
 SOURCE, ANSWER = 37, 30
 
@@ -121,6 +123,29 @@ def test_batch_equals_single(pair: Translation) -> None:
     alone = model.new_state(40)
     model.encode(pair.source[:9], alone, experts)
     assert (model.extend([([4], alone)], experts) - logits[3]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", list(PAIRS))
+def test_bfloat16(name: str, tmp_path: Path) -> None:
+    """With the same bfloat16 weights our error is at most 1.5 times that of transformers."""
+    theirs, ours = [], []
+    for seed in range(4):
+        reference = pair_reference(name, seed).to(torch.bfloat16)
+        reference.save_pretrained(tmp_path / str(seed))
+        draw = torch.Generator().manual_seed(seed)
+        source = torch.randint(3, 97, (SOURCE,), generator=draw).tolist()
+        answer = torch.randint(3, 97, (ANSWER,), generator=draw).tolist()
+        rounded = _reference_logits(reference, source, answer).float()
+        exact = _reference_logits(reference.float(), source, answer)
+        loaded = load_resident(tmp_path / str(seed))
+        model = loaded.model
+        assert isinstance(model, EncoderDecoder)
+        state = model.new_state(40)
+        model.encode(source, state, loaded.experts)
+        found = [model.extend([([token], state)], loaded.experts) for token in answer]
+        theirs.append(rounded - exact)
+        ours.append(torch.cat(found) - exact)
+    assert 0 < typical(ours) <= 1.5 * typical(theirs)
 
 
 def test_phases_and_layers(pair: Translation) -> None:

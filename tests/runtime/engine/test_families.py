@@ -28,6 +28,7 @@ CONFIGS += ["dots1-window", "ernie4.5", "ernie4.5-intervals", "hunyuan", "hunyua
 CONFIGS += ["exaone", "exaone-groups", "solar", "solar-one-expert", "lfm2", "lfm2-biased"]
 CONFIGS += ["mistral4", "mistral4-groups", "laguna", "laguna-elements", "gemma4"]
 CONFIGS += ["gemma4-own-values"]
+CONFIGS += ["glm4v", "glm4v-dense-first"]
 CONFIGS += ["v32", "v32-all-experts", "glm-dsa", "glm-dsa-one-indexer"]
 CONFIGS += ["deepseek-v4", "deepseek-v4-heavy"]
 CONFIGS += ["mimo", "mimo-wide-values", "kimi-linear", "kimi-linear-full-first"]

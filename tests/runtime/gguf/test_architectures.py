@@ -80,6 +80,7 @@ SAME += [
     "glm-dsa",
     "kimi-k2",
     "kimi-k25",
+    "glm4v",
 ]
 ROUNDED = ("granitemoehybrid", "kimi_linear", "nemotron_h", "qwen3_5_moe", "qwen3_next")
 READ_AS = {"solar_open": "glm4_moe"}  # one architecture of llama.cpp
@@ -99,7 +100,11 @@ def stored(checkpoint: Checkpoint, form: str = "F32") -> dict[str, bytes]:
 
 def without_more_tokens(checkpoint: Checkpoint) -> Checkpoint:
     """Return the checkpoint without layers for further tokens: a file has none."""
-    return replace(checkpoint, config={**checkpoint.config, "num_nextn_predict_layers": 0})
+    none = {"num_nextn_predict_layers": 0}
+    config = {**checkpoint.config, **none}
+    if "text_config" in config:
+        config["text_config"] = {**config["text_config"], **none}
+    return replace(checkpoint, config=config)
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,7 @@ FROM: dict[str, tuple[str, dict[str, Any]]] = {  # published file or short name,
     ),
     "gemma-4-26b-a4b": ("google/gemma-4-26B-A4B", {}),
     "gemma-4-26b-a4b-qat": ("google/gemma-4-26B-A4B", {}),
+    "glm-4.5v": ("zai-org/GLM-4.5V-FP8", {}),
     "glm-4.6": ("zai-org/GLM-4.5", {}),
     "glm-4.7": ("zai-org/GLM-4.5", {}),
     "glm-4.5-air-reap-82b-a12b": ("zai-org/GLM-4.5-Air", {"n_routed_experts": 96}),
@@ -178,6 +179,18 @@ def test_a_published_config_parses(repo: str) -> None:
 def test_other_families_are_refused_by_name(model_type: str) -> None:
     with pytest.raises(ModelDataError, match=f"model_type '{model_type}' is not supported"):
         family_of({"model_type": model_type, "num_experts": 8})
+
+
+@pytest.mark.parametrize(
+    "more", [{"scale_factor": 4.0, "moe_type": "modulelist"}, {"intermediate_size_residual": 1792}]
+)
+def test_llama_moe_v2_has_mixtrals_model_type(more: dict[str, Any]) -> None:
+    """Its null keys say nothing."""
+    config = {**PUBLISHED["mistralai/Mixtral-8x7B-v0.1"], "top_k_attn": None}
+    family = family_of(config)
+    assert family.parse({**config, "intermediate_size_residual": None}) == family.parse(config)
+    with pytest.raises(ModelDataError, match="is LLaMA-MoE-v2, which is not supported"):
+        family.parse({**config, **more})
 
 
 def test_a_config_without_model_type_is_refused_by_its_architecture() -> None:

@@ -27,7 +27,8 @@ KINDS = [
     ("glm-dsa", "q8"),
     *(pytest.param(n, "full", marks=pytest.mark.full) for n in ("lfm2", "mimo", "kimi-linear")),
     *(pytest.param("glm5-next", kv, marks=pytest.mark.full) for kv in ("full", "q8")),
-    *(pytest.param(n, "full", marks=pytest.mark.full) for n in ("nemotron", "qwen4")),
+    *(pytest.param(n, "full", marks=pytest.mark.full) for n in ("nemotron", "qwen4", "gemma4")),
+    *(pytest.param(n, "full", marks=pytest.mark.full) for n in ("deepseek-v4", "granite-hybrid")),
     pytest.param("qwen4", "q8", marks=pytest.mark.full),
 ]  # MLA, windows, recurrent, longrope, indexers
 IDS = [(7 * place + place // 5) % 50 for place in range(100)]

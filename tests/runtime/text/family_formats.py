@@ -52,6 +52,7 @@ FORMATS: dict[str, Formats] = {
     "gemma4": Formats("gemma", calls.GEMMA),
     "glm4_moe": _GLM,
     "glm4_moe_lite": _GLM,
+    "glm4v_moe": _GLM,
     "glm5_next": _GLM,
     "glm_moe_dsa": _GLM,
     "gpt_oss": Formats("harmony", calls.HARMONY),

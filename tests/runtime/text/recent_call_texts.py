@@ -64,6 +64,13 @@ RECENT: list[tuple[str, str, list[Any] | None]] = [
         "<|tool_call_start|>[add(note='<|tool_call_end|>, a=2)', maybe=true)]<|tool_call_end|>",
         [Call("add", {"note": "<|tool_call_end|>, a=2)", "maybe": True})],
     ),
+    (
+        LFM2_5,  # its template escapes nothing
+        "<|tool_call_start|>[add(note='it's \"x\",\nthen \\\n', "
+        "list=['a'], maybe=True)]<|tool_call_end|>",
+        [Call("add", {"note": 'it\'s "x",\nthen \\\n', "list": ["a"], "maybe": True})],
+    ),
+    (LFM2_5, "<|tool_call_start|>[add(note='it's)]<|tool_call_end|>", None),
     (LFM2, "<|tool_call_start|>[rm(a=1)]<|tool_call_end|>", None),
     (LFM2, "<|tool_call_start|>[add(1)]<|tool_call_end|>", None),
     (LFM2, "<|tool_call_start|>[add(a=1,)]<|tool_call_end|>", None),

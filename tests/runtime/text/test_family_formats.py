@@ -17,7 +17,8 @@ from tests.runtime.text.tool_call_texts import CASES, answer
 
 _rendered = cache(renders_as_transformers)  # families share templates
 OTHER_NAMES = {  # of the text part of a model in the table
-    "gemma4_text", "glm5_next_text", "mistral3", "qwen3_5_moe_text", "qwen4_exp_text",
+    "gemma4_text", "glm4v_moe_text", "glm5_next_text", "mistral3", "qwen3_5_moe_text",
+    "qwen4_exp_text",
 }  # fmt: skip
 
 

@@ -50,6 +50,27 @@ HARMONY = """{%- for message in messages %}
 {{- message.role + ':' + message.content + '|' + (message.thinking or '') }}
 {%- endif %}
 {%- endfor %}"""
+# How the first template of Gemma 4 writes calls and their results.
+GEMMA = """{%- macro value_of(value) -%}
+{%- if value is string -%}{{ '"' + value + '"' }}{%- else -%}{{ value | tojson }}{%- endif -%}
+{%- endmacro -%}
+{%- set ns = namespace(before='tool') -%}
+{%- for message in messages -%}
+    {{- '<' + message['role'] + '>' }}
+    {%- for call in message['tool_calls'] or [] -%}{{- '[call ' + call['function']['name'] + ']' }}
+    {%- endfor -%}
+    {%- for one in message['tool_responses'] or [] -%}
+        {%- if one['response'] is mapping -%}
+            {{- '[' + one['name'] ~ ':' }}
+            {%- for key, value in one['response'] | dictsort -%}{{ key ~ '=' ~ value_of(value) }};
+            {%- endfor -%}{{- ']' }}
+        {%- else -%}
+            {{- '[' + one['name'] + ':' + value_of(one['response']) + ']' }}
+        {%- endif -%}
+    {%- endfor -%}
+    {{- message['content'] }}
+{%- endfor -%}
+{%- if ns.before != 'tool_response' %}.{% endif %}"""
 CALL = {"function": {"name": "add", "arguments": {"a": None}}}
 
 
@@ -111,6 +132,30 @@ def test_harmony_takes_thoughts_and_a_preamble_beside_a_call(name: str) -> None:
 def test_other_templates_get_thoughts_and_a_preamble_apart() -> None:
     called = {"role": "assistant", "content": "Yes", "tool_calls": [CALL], "thinking": "hm"}
     assert prompt(OTHER, [called]) == 'assistant:Yes[call add {"a": null}]'
+
+
+def test_results_are_in_the_turn_that_called() -> None:
+    """Results name their calls by id, in any order, by order or by the name of the tool."""
+    add, now = ({"id": f"c{n}", "function": {"name": n, "arguments": {}}} for n in ("add", "now"))
+    asked = {"role": "user", "content": "1+2"}
+    called = {"role": "assistant", "content": None, "tool_calls": [add, now]}
+    results = [
+        {"role": "tool", "tool_call_id": "cnow", "content": '{"b": [1], "a": "x"}'},
+        {"role": "tool", "tool_call_id": "cadd", "content": "[3]"},
+    ]
+    told = prompt(GEMMA, [asked, called, *results, {"role": "assistant", "content": "It is 3"}])
+    begin = "<user>1+2<assistant>[call add][call now]"
+    assert told == f'{begin}[now:a="x";b=[1];][add:"[3]"]<assistant>It is 3.'
+    bare = [{"role": "tool", "content": "3"}, {"role": "tool", "content": "", "tool_name": "now"}]
+    assert prompt(GEMMA, [asked, called, *bare]) == f'{begin}[add:"3"][now:""].'
+    assert prompt(GEMMA, [asked, *bare[:1]]) == "<user>1+2<tool>3."  # of no call
+
+
+def test_other_templates_get_results_as_messages() -> None:
+    known = GEMMA + "{% for m in messages %}{% if m.role == 'tool' %}!{% endif %}{% endfor %}"
+    called = [{"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "content": "3"}]
+    assert prompt(known, called) == "<assistant>[call add]<tool>3.!"
+    assert prompt(GEMMA, called) == '<assistant>[call add][add:"3"].'
 
 
 _LONG = "a" * 64_000  # half of what a context of 1,000 tokens can be, and to spare

@@ -24,6 +24,7 @@ from tests.tiny_families import Tiny
 
 # llama.cpp's converter writes these, and no program needs them.
 UNUSED = ("rope.scaling.finetuned", "expert_group_count", "expert_group_used_count")
+UNUSED += ("glm4moe.rope.dimension_sections",)  # of pictures
 TINIES: dict[str, Tiny] = {
     **{
         name: TINY[name]
@@ -44,6 +45,7 @@ TINIES: dict[str, Tiny] = {
             "gemma4-all-experts",
             "kimi-k2",
             "kimi-k25",
+            "glm4v",
         )
     },
     "dots1": TINY["dots1-all-experts"].but(num_key_value_heads=4),
