@@ -200,6 +200,8 @@ def _disk_speed(settings: Settings) -> Finding:
 
 def _read_ahead(settings: Settings, root: Path) -> Finding:
     """Read the read-ahead of the drives' block devices; a partition has that of its whole drive."""
+    if not hasattr(os, "major"):  # Windows
+        return Finding("read_ahead", True, "not known on this system")
     found = []
     for folder in _folders(settings):
         device = folder.stat().st_dev
