@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -21,6 +22,15 @@ GUARD = "needs Linux: "
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
+@dataclass(frozen=True)
+class About:
+    """A definition: whether it skips by itself, names what is of Linux, and what else it names."""
+
+    guarded: bool
+    of_linux: bool
+    names: frozenset[str]
+
+
 class Module:
     """The definitions of a Python file by name, and where its imported names are defined."""
 
@@ -29,6 +39,7 @@ class Module:
         self.tree = ast.parse(path.read_text(encoding="utf-8"))
         self.defined: dict[str, ast.stmt] = {}
         self.imported: dict[str, tuple[Path, str]] = {}
+        self._about: dict[str, About] = {}
         folders = [folder for folder in path.parents if root in folder.parents]
         self._conftests = [folder / "conftest.py" for folder in folders]
         for node in self.tree.body:
@@ -38,6 +49,18 @@ class Module:
                 source = root / f"{node.module.replace('.', '/')}.py"
                 for one in node.names:
                     self.imported[one.asname or one.name] = (source, one.name)
+
+    def about(self, name: str) -> About:
+        """Return what a definition names; it is read once."""
+        if name not in self._about:
+            nodes = list(ast.walk(self.defined[name]))
+            texts = [one.value for one in nodes if isinstance(one, ast.Constant)]
+            self._about[name] = About(
+                any(isinstance(text, str) and text.startswith(GUARD) for text in texts),
+                any(_is_of_linux(one) for one in nodes),
+                frozenset(_names_used(nodes)),
+            )
+        return self._about[name]
 
     def places(self, name: str) -> Iterator[tuple[Path, str]]:
         """Yield where a name that this file does not define may be defined."""
@@ -67,16 +90,10 @@ def needs_linux(name: str, path: Path, root: Path, seen: set[tuple[Path, str]]) 
     seen.add((path, name))
     if name not in found.defined:
         return any(needs_linux(other, place, root, seen) for place, other in found.places(name))
-    node = found.defined[name]
-    if any(isinstance(one, ast.Constant) and _starts(one.value, GUARD) for one in ast.walk(node)):
-        return False
-    if any(_is_of_linux(one) for one in ast.walk(node)):
-        return True
-    return any(needs_linux(other, path, root, seen) for other in _names_used(node) - {name})
-
-
-def _starts(value: object, start: str) -> bool:
-    return isinstance(value, str) and value.startswith(start)
+    about = found.about(name)
+    if about.guarded or about.of_linux:
+        return about.of_linux and not about.guarded
+    return any(needs_linux(other, path, root, seen) for other in about.names - {name})
 
 
 def _is_of_linux(node: ast.AST) -> bool:
@@ -87,10 +104,10 @@ def _is_of_linux(node: ast.AST) -> bool:
     return node.value in WORDS or PATHS.search(node.value) is not None
 
 
-def _names_used(node: ast.AST) -> set[str]:
+def _names_used(nodes: list[ast.AST]) -> set[str]:
     """Return the names that a definition reads, and its parameters, which may be fixtures."""
-    names = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
-    return names | {one.arg for one in ast.walk(node) if isinstance(one, ast.arg)}
+    names = {one.id for one in nodes if isinstance(one, ast.Name)}
+    return names | {one.arg for one in nodes if isinstance(one, ast.arg)}
 
 
 def unmarked(path: Path, root: Path) -> list[str]:
