@@ -25,7 +25,7 @@ ONE = "tests/runtime/engine/test_moving_memory.py"  # its tests open engines, or
 
 
 class Report:
-    """What pytest found. faults: files that could not be collected, with their errors."""
+    """The findings of pytest. faults: files that could not be collected, with their errors."""
 
     def __init__(self) -> None:
         self.items: list[str] = []
