@@ -174,6 +174,8 @@ def _disk_space(settings: Settings) -> Finding:
 
 def _direct_io(settings: Settings) -> Finding:
     """Write a page past the page cache where models are, and read it back."""
+    if not hasattr(os, "preadv"):  # Windows, where no model runs
+        return Finding("direct_io", False, "moeinf has none on this system")
     hint = "MOEINF_HOME=/a/folder/on/ext4/or/xfs"
     for folder in _folders(settings):
         try:
