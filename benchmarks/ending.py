@@ -18,7 +18,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _GRACE_S = 60.0  # for cleanup, after the time limit
-_SIGNALS = {signal.SIGTERM: "ended by SIGTERM", signal.SIGHUP: "the terminal was closed"}
+_SIGNALS = {signal.SIGTERM: "ended by SIGTERM"}
+if hasattr(signal, "SIGHUP"):  # not on Windows
+    _SIGNALS[signal.SIGHUP] = "the terminal was closed"
 _WATCH = """
 import shutil, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)

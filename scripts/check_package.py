@@ -6,17 +6,19 @@ needs several GB of disk per interpreter (one after the other).
 A wheel is checked for its size and contents instead. If it is for this interpreter, it is installed
 where no command, and so no compiler, can be found.
 
---unpinned installs the newest libraries instead of those of constraints.txt, whose versions of
-CUDA's packages suit torch's CPU build only.
+--unpinned installs the newest libraries instead of those of constraints.txt.
+
+pip's variables are read: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu spares CUDA.
 
 --all checks every part of a release with the scripts and tests that exist for it, in this
 environment. It names each tool that a part needs and this machine lacks. The whole takes about an
-hour on two cores, and needs root for the container.
+hour on two cores, and needs root for the container. Words behind -- are options of buildah build.
 
     python scripts/check_package.py python3.11 python3.12 python3.13
     python scripts/check_package.py dist/moeinf-*.whl
     python scripts/check_package.py --all
     python scripts/check_package.py --all docs sdist recipes
+    python scripts/check_package.py --all container -- -v /etc/pip.conf:/etc/pip.conf
 """
 
 from __future__ import annotations
@@ -24,12 +26,13 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,13 +41,15 @@ PINS = ("-c", str(ROOT / "constraints.txt"))
 MOST_WHEEL_BYTES = 20 << 20  # with the demo
 _NEEDED = ("moeinf/models/demo/model.safetensors", "moeinf/cli/entry.py")
 _SOURCES = (".cpp", ".h", ".clang-format")
+_ELF_MACHINES = {"x86_64": 62, "aarch64": 183}  # e_machine, two bytes at 18
 
 
 @dataclass(frozen=True)
 class Part:
     """A part of a release: the commands that check it, and the tools that they need.
 
-    commands  each with words; `python` is this interpreter, {out} an empty folder
+    commands  each with words; `python` is this interpreter, {out} an empty folder, {options} the
+              options of buildah build
     modules   Python modules beyond those of '.[test]'
     programs  commands of the system
     """
@@ -69,9 +74,24 @@ PARTS = {
             "python -m pytest tests/scripts/test_package.py",
         )
     ),
-    "doctor": Part(("python -m pytest tests/cli/commands/test_doctor.py",)),
-    "systems": Part(("python scripts/check_systems.py",), modules=("pybind11", "ziglang")),
-    "container": Part(("python scripts/check_container.py",), programs=("buildah", "debootstrap")),
+    "doctor": Part(
+        (
+            "python -m pytest tests/cli/commands/test_doctor.py "
+            "tests/runtime/machine/test_diagnosis.py",
+        )
+    ),
+    "systems": Part(
+        (
+            "python scripts/check_systems.py",
+            "python -m pytest -m 'full or not full' tests/other_systems "
+            "tests/native/test_platform.py",
+        ),
+        modules=("pybind11", "ziglang"),
+    ),
+    "container": Part(
+        ("python scripts/check_container.py -- {options}",),
+        programs=("buildah", "debootstrap", "ip"),
+    ),
     "recipes": Part(
         ("python -m pytest tests/packaging", "python -m scripts.check_recipes"),
         programs=("bsdtar", "makepkg", "pacman", "ruby"),
@@ -86,7 +106,10 @@ PARTS = {
     "sbom": Part(("python scripts/sbom.py {out}/sbom.json",)),
     "upgrade": Part(("python -m pytest tests/cli/commands/models/test_upgrade.py",)),
     "aarch64": Part(
-        ("python scripts/check_aarch64.py",),
+        (
+            "python scripts/check_aarch64.py",
+            "python -m pytest -m 'full or not full' tests/native/test_aarch64.py",
+        ),
         modules=("pybind11",),
         programs=("aarch64-linux-gnu-g++", "qemu-aarch64"),
     ),
@@ -95,7 +118,8 @@ PARTS = {
 
 def main(arguments: list[str]) -> None:
     if arguments[0] == "--all":
-        check_all(arguments[1:] or list(PARTS))
+        at = arguments.index("--") if "--" in arguments else len(arguments)
+        check_all(arguments[1:at] or list(PARTS), arguments[at + 1 :])
         return
     pins: Sequence[str] = () if "--unpinned" in arguments else PINS
     arguments = [argument for argument in arguments if argument != "--unpinned"]
@@ -124,15 +148,20 @@ def main(arguments: list[str]) -> None:
             print(f"{interpreter}: {tried(interpreter, sdist, options=pins)}")
 
 
-def check_all(names: Sequence[str]) -> None:
-    """Check the named parts and print a line for each; exit with 1 if one fails or lacks a tool."""
+def check_all(names: Sequence[str], options: Sequence[str] = ()) -> None:
+    """Check the named parts and print a line for each; exit with 1 if one fails or lacks a tool.
+
+    options  of buildah build
+    """
     if unknown := set(names) - set(PARTS):
         sys.exit(f"{', '.join(sorted(unknown))}: the parts are {', '.join(PARTS)}")
     states = {}
     for name in names:
         lacks = lacking(PARTS[name])
         print(f"== {name}", flush=True)
-        states[name] = f"not checked: {', '.join(lacks)}" if lacks else checked(PARTS[name])
+        states[name] = (
+            f"not checked: {', '.join(lacks)}" if lacks else checked(PARTS[name], options)
+        )
     print()
     for name, state in states.items():
         print(f"{name:10} {state}")
@@ -146,12 +175,12 @@ def lacking(part: Part) -> list[str]:
     return modules + [name for name in part.programs if shutil.which(name) is None]
 
 
-def checked(part: Part) -> str:
+def checked(part: Part, options: Sequence[str] = ()) -> str:
     """Return "ok", or the first command of a part that failed. Its output goes to the terminal."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     with tempfile.TemporaryDirectory() as out:
         for command in part.commands:
-            line = command.format(out=out)
+            line = command.format(out=out, options=shlex.join(options))
             shell = ["sh", "-c", line]
             if subprocess.run(shell, cwd=ROOT, env={**os.environ, "PATH": path}).returncode:
                 return f"failed: {line}"
@@ -167,9 +196,24 @@ def faults_of(wheel: Path) -> list[str]:
     modules = [name for name in names if name.endswith(".so")]
     if len(modules) != 1:
         faults.append(f"{len(modules)} compiled modules")
+    faults += [fault for name in modules for fault in _misplaced(wheel, name)]
     if size > MOST_WHEEL_BYTES:
         faults.append(f"{size} bytes are more than {MOST_WHEEL_BYTES}")
     return faults
+
+
+def _misplaced(wheel: Path, module: str) -> Iterator[str]:
+    """Yield what does not fit the tag of a Linux wheel: a module's Python, its machine."""
+    python, _, system = wheel.stem.split("-")[-3:]
+    for machine, number in _ELF_MACHINES.items():
+        if "linux" not in system or not system.endswith(machine):
+            continue
+        suffix = f".cpython-{python.removeprefix('cp')}-{machine}-linux-gnu.so"
+        if not module.endswith(suffix):
+            yield f"{module} does not end in {suffix}"
+        with zipfile.ZipFile(wheel).open(module) as file:
+            if int.from_bytes(file.read(20)[18:], "little") != number:
+                yield f"{module} is not compiled for {machine}"
 
 
 def tried(
@@ -179,7 +223,9 @@ def tried(
     options: Sequence[str] = PINS,
     libraries: Path | None = None,
 ) -> str:
-    """Return the demo's answer in an environment with only this package, or the error.
+    """Return what the demo answers in an environment with only this package.
+
+    Raises ValueError for a wrong answer, and subprocess.CalledProcessError where pip fails.
 
     path       the PATH of the installation and of the question
     libraries  a folder with everything that the package needs, which pip then does not fetch
@@ -190,7 +236,8 @@ def tried(
             [interpreter, "-m", "venv", "--without-pip", str(folder / "venv")], check=True
         )
         python = folder / "venv/bin/python"
-        environment = {
+        environment = {name: text for name, text in os.environ.items() if name.startswith("PIP_")}
+        environment |= {
             "MOEINF_HOME": str(folder / "home"),
             "MOEINF_NO_SERVER": "1",
             "PATH": path,
@@ -210,7 +257,9 @@ def tried(
             text=True,
         )
         answer = ended.stdout.strip()
-        return f"{version.strip()} answers {answer}" if answer == "42" else ended.stderr.strip()
+        if answer != "42":
+            raise ValueError(f"{version.strip()} answers {answer!r}: {ended.stderr.strip()}")
+        return f"{version.strip()} answers {answer}"
 
 
 if __name__ == "__main__":

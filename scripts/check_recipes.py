@@ -1,7 +1,8 @@
 """Build the package of packaging/aur/PKGBUILD from this clone's sdist, and ask its demo.
 
-It needs the network, and no Arch: dependencies are not looked up. The formula is only parsed,
-because Homebrew cannot be had as a package.
+It needs the network, and no Arch: dependencies are not looked up. TORCH_INDEX names an index that
+has torch instead of download.pytorch.org. The formula is only parsed, because Homebrew cannot be
+had as a package.
 
     apt install makepkg pacman-package-manager libarchive-tools ruby
     python -m scripts.check_recipes

@@ -23,7 +23,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from moeinf.runtime.text import chat_template
-from moeinf.runtime.text.answer_parser import Speech
+from moeinf.runtime.text.answer_parser import AnswerParser
 from moeinf.runtime.text.chat_template import TemplateError, TemplateWorker
 from moeinf.runtime.text.offered_tools import Call
 from moeinf.runtime.text.reasoning import thinking_variables
@@ -202,7 +202,7 @@ def written(
 
 
 def calls_in(template: str, before: str, text: str, size: int) -> list[Call]:
-    speech = Speech(template, before, TOOLS)
+    speech = AnswerParser(template, before, TOOLS)
     parts = [part for at in range(0, len(text), size) for part in speech.add(text[at : at + size])]
     return [part for part in [*parts, *speech.rest()] if isinstance(part, Call)]
 

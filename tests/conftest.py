@@ -7,7 +7,8 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from moeinf.runtime.machine import gpu as gpus
 from moeinf.runtime.names import ModelName, parse_name
 from moeinf.runtime.placement import bandwidth
 from moeinf.runtime.sizes import parse_memory
+from moeinf.runtime.system import Unsupported
 from tests.native.fake_cuda import Fake, built_fake
 from tests.selection import chosen, families_of
 from tests.shared_processes import shared_processes
@@ -69,6 +71,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             by_default = [0]
         for position in set(range(len(cases))).difference(by_default):
             cases[position].add_marker("full")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Generator[None, object, object]:
+    with _refusals_skip():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None, object, object]:
+    with _refusals_skip():
+        return (yield)
+
+
+@contextmanager
+def _refusals_skip() -> Iterator[None]:
+    """Skip a test on another system that ends in moeinf's refusal to work there."""
+    try:
+        yield
+    except Unsupported as refused:
+        if sys.platform == "linux":
+            raise
+        pytest.skip(f"needs Linux: {refused}")
 
 
 def pytest_collection_finish() -> None:

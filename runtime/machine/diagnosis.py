@@ -174,6 +174,8 @@ def _disk_space(settings: Settings) -> Finding:
 
 def _direct_io(settings: Settings) -> Finding:
     """Write a page past the page cache where models are, and read it back."""
+    if not hasattr(os, "preadv"):  # Windows, where no model runs
+        return Finding("direct_io", False, "moeinf has none on this system")
     hint = "MOEINF_HOME=/a/folder/on/ext4/or/xfs"
     for folder in _folders(settings):
         try:
@@ -200,6 +202,8 @@ def _disk_speed(settings: Settings) -> Finding:
 
 def _read_ahead(settings: Settings, root: Path) -> Finding:
     """Read the read-ahead of the drives' block devices; a partition has that of its whole drive."""
+    if not hasattr(os, "major"):  # Windows
+        return Finding("read_ahead", True, "not known on this system")
     found = []
     for folder in _folders(settings):
         device = folder.stat().st_dev

@@ -140,6 +140,7 @@ def _ours(cache: Path) -> Program:
     return Program(command, model.folder("bf16"))
 
 
+@pytest.mark.linux("reads /proc")
 @pytest.mark.full
 def test_a_capped_race(cache: Path) -> None:
     """A race against moeinf itself without a limit: the turns, the sums and the table."""

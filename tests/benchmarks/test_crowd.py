@@ -10,6 +10,7 @@ import pytest
 from benchmarks.crowd import measure
 
 
+@pytest.mark.linux("reads /proc")
 def test_both_sides_stream_the_same_answers(demo_home: Path) -> None:
     options = argparse.Namespace(
         shape="demo", share="100%", threads=1, streams=2, idle=20, watchers=2, rounds=2, tasks=4,

@@ -20,6 +20,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
+@pytest.mark.linux("reads /proc")
 def test_throughput_compares_equal_answers(home: Path) -> None:
     options = argparse.Namespace(
         shares=["35%"], clients=[1, 2], rounds=1, tokens=4, threads=1, shape="demo"
@@ -32,12 +33,14 @@ def test_throughput_compares_equal_answers(home: Path) -> None:
     assert two["range"] == [two["ratio"]] * 2
 
 
+@pytest.mark.linux("reads /proc")
 def test_memory_falls_when_the_model_is_unloaded(home: Path) -> None:
     found = memory(home, "demo:bf16")
     assert found["before_MB"] < found["first_unloaded_MB"] < found["first_loaded_MB"]
     assert found["second_loaded_MB"] - found["first_loaded_MB"] < 30
 
 
+@pytest.mark.linux("reads /proc")
 def test_start_waits_for_an_answer() -> None:
     found = start(1)
     assert found["ratio"] == pytest.approx(found["server_s"] / found["imports_s"], rel=0.1)

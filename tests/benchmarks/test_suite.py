@@ -238,6 +238,7 @@ def suite(cache: Path, *more: str) -> tuple[dict[str, Any], str]:
     return found, done.stderr
 
 
+@pytest.mark.linux("asks for the usable cores")
 @pytest.mark.parametrize("selection", [[], ["--all"]])
 def test_how_long_a_row_may_take(
     selection: list[str], cache: Path, capsys: pytest.CaptureFixture[str]

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 
+pytest.importorskip("termios", reason="needs pseudo-terminals, which Windows lacks")
+
 from tests.cli.chat.test_terminals import in_terminal
 from tests.cli.conftest import Command
 

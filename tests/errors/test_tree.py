@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("triton", reason="imports each module, GPU kernels too")
+
 from moeinf.errors import MoeinfError
 from tests.errors.tree import FLOORS, coded, exceptions, in_tree
 

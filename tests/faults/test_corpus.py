@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("resource", reason="needs limits of processes, which Windows lacks")
+
 from scripts.fuzz import CORPUS, mutate, run_one
 from tests.faults.conftest import Tally
 from tests.faults.targets import TARGETS

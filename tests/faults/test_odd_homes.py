@@ -45,7 +45,7 @@ SLOWER = [  # these load the model, or read it completely
     ["eamc", "show", "demo"],
 ]
 KINDS: dict[str, Callable[[Path], object]] = {
-    "fifo": os.mkfifo,
+    "fifo": lambda path: os.mkfifo(path),  # Windows lacks it
     "device": lambda path: path.symlink_to("/dev/zero"),
     "folder": Path.mkdir,
 }

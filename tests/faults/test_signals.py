@@ -108,6 +108,7 @@ def test_a_signal_at_every_token(
     assert held() == before
 
 
+@pytest.mark.linux("reads /proc")
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
 def test_a_process_that_is_told_to_end(
     kind: signal.Signals, every_point: bool, demo_home: Path, tally: Tally

@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from scripts.recipes import PACKAGING, RECIPES, write
 
@@ -106,3 +107,16 @@ def test_the_formula_is_ruby() -> None:
         ["ruby", "-wc", PACKAGING / "homebrew/moeinf.rb"], capture_output=True, text=True
     )
     assert (checked.stdout.strip(), checked.stderr) == ("Syntax OK", "")
+
+
+def test_the_constraints_admit_what_torch_with_cuda_needs() -> None:
+    """The metadata of torch's wheel on PyPI fixes these versions; without CUDA it has none."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    rules = [Requirement(line) for line in lines if not line.startswith("#")]
+    found = {rule.name: rule.specifier for rule in rules}
+    assert str(found["torch"]) == "==2.13.0"  # another one has other needs
+    assert found["triton"].contains("3.7.1")
+    assert found["nvidia-cuda-runtime"].contains("13.0.96")
+    exact = {"==", "==="}
+    ranges = {rule.name for rule in rules if {one.operator for one in rule.specifier} - exact}
+    assert ranges == {"triton", "nvidia-cuda-runtime"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import sys
 import tarfile
@@ -53,13 +54,38 @@ def test_a_wheel_needs_no_compiler_to_answer(wheel: Path) -> None:
     assert said == f"Python {sys.version.split()[0]} answers 42"
 
 
-def test_faults_of_a_wheel(wheel: Path, tmp_path: Path) -> None:
+def test_a_wheel_that_answers_wrongly_is_an_error(wheel: Path, tmp_path: Path) -> None:
+    bad = tmp_path / wheel.name
+    with zipfile.ZipFile(wheel) as good, zipfile.ZipFile(bad, "w") as file:
+        for name in good.namelist():
+            entry = name == "moeinf/cli/entry.py"
+            file.writestr(name, "def main(): print(41)" if entry else good.read(name))
+    options = ["--no-index", "--no-deps", "--no-compile"]
+    with pytest.raises(ValueError, match=r"answers '41'"):
+        tried(sys.executable, bad, "", options)
 
-    bad = tmp_path / "bad.whl"
+
+@pytest.mark.linux("reads an ELF header")
+def test_a_module_of_another_python_or_machine_is_a_fault(wheel: Path, tmp_path: Path) -> None:
+    python = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    machine = platform.machine()
+    other = {"x86_64": "aarch64", "aarch64": "x86_64"}[machine]
+    module = Path(_native.__file__).name
+    name = wheel.name.replace(machine, other).replace(python, "cp399")
+    shutil.copyfile(wheel, tmp_path / name)
+    assert faults_of(tmp_path / name) == [
+        f"moeinf/native/{module} does not end in .cpython-399-{other}-linux-gnu.so",
+        f"moeinf/native/{module} is not compiled for {other}",
+    ]
+
+
+def test_faults_of_a_wheel(wheel: Path, tmp_path: Path) -> None:
+    bad = tmp_path / wheel.name
     with zipfile.ZipFile(wheel) as good, zipfile.ZipFile(bad, "w") as file:
         for name in good.namelist():
             if not name.endswith(".safetensors"):
-                file.writestr(name.replace("_native.pyi", "kernels.h"), b"")
+                data = good.read(name) if name.endswith(".so") else b""
+                file.writestr(name.replace("_native.pyi", "kernels.h"), data)
         file.writestr("weights", os.urandom(1 << 20) * (MOST_WHEEL_BYTES >> 20))
     assert faults_of(bad) == [
         "moeinf/models/demo/model.safetensors is missing",

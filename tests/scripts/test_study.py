@@ -108,6 +108,7 @@ def test_groups_and_concentration(drawn: Path) -> None:
     assert paper.working_set(drawn)[:1] == ["12.5 ±0.0"]
 
 
+@pytest.mark.linux("asks for the usable cores")
 @pytest.mark.parametrize(
     "sections",
     [["policies", "shift"], pytest.param(list(SECTIONS), marks=pytest.mark.full)],

@@ -16,6 +16,8 @@ from prompt_toolkit.application import create_app_session
 from prompt_toolkit.input import DummyInput
 from prompt_toolkit.output import DummyOutput
 
+pytest.importorskip("termios", reason="needs pseudo-terminals, which Windows lacks")
+
 from moeinf.cli.chat.local import LocalPartner, Opener
 from moeinf.cli.chat.repl import Repl
 from moeinf.cli.output import Output

@@ -8,6 +8,8 @@ from pathlib import Path
 import pexpect
 import pytest
 
+pytest.importorskip("termios", reason="needs pseudo-terminals, which Windows lacks")
+
 from tests.cli.chat.test_repl import Terminal
 from tests.cli.conftest import environment
 from tests.cli.screen import Screen

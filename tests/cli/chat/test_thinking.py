@@ -17,6 +17,8 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken
 
+pytest.importorskip("termios", reason="needs pseudo-terminals, which Windows lacks")
+
 from moeinf.runtime.config import Settings
 from scripts.make_checkpoint import byte_tokenizer, config, shapes
 from tests.cli.chat.test_repl import Terminal

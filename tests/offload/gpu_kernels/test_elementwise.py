@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch.nn import functional
 
+pytest.importorskip("triton", reason="Triton is built for Linux only")
+
 from moeinf.models.layers.attention import GqaCore, GqaShape
 from moeinf.models.layers.kv_cache import PassRows
 from moeinf.models.layers.mla import MlaCore, MlaShape

@@ -8,6 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+pytest.importorskip("triton", reason="Triton is built for Linux only")
+
 from moeinf.models.layers.moe import TorchMath
 from moeinf.native import ExpertKernel, _native, combine_rows, is_gated
 from moeinf.offload.format.layout import ExpertLayout

@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+pytest.importorskip("triton", reason="Triton is built for Linux only")
+
 from moeinf.native import LinearKernel, matrix_bytes, tile_columns
 from moeinf.offload.format.quantise import dequantise
 from moeinf.offload.format.retile import BLOCK_BYTES, retile

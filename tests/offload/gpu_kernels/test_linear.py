@@ -6,6 +6,8 @@ Without a GPU, Triton's interpreter runs the kernels (tests/conftest.py).
 import pytest
 import torch
 
+pytest.importorskip("triton", reason="Triton is built for Linux only")
+
 from moeinf.native import LinearKernel, _native
 from moeinf.offload.gpu_kernels import linear as on_device
 from moeinf.runtime.dense import cpu_linear as on_cpu

@@ -8,6 +8,8 @@ from itertools import pairwise
 import pytest
 import torch
 
+pytest.importorskip("triton", reason="Triton is built for Linux only")
+
 from moeinf.offload.gpu_kernels.decode_attention import attend_newest
 from moeinf.offload.gpu_kernels.prefill_attention import attend_rows
 from tests.offload.device import DEVICE

@@ -8,6 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+pytest.importorskip("triton", reason="Triton is built for Linux only")
+
 from moeinf.offload.gpu_kernels import router
 from moeinf.offload.gpu_kernels.router import route
 from moeinf.offload.gpu_kernels.router_spec import RouterKind

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytest.importorskip("triton", reason="Triton is built for Linux only")
+
 from moeinf.models.layers.moe import TorchMath
 from moeinf.native import DeviceContext, Driver, HostLock, SlotPool, _native
 from moeinf.offload.format.layout import ExpertKey, ExpertLayout

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+pytest.importorskip("triton", reason="Triton is built for Linux only")
+
 from moeinf.models import family_of
 from moeinf.models.base import Family, Linear, Model
 from moeinf.models.layers.attention import GqaCore

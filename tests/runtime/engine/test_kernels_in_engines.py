@@ -17,6 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+pytest.importorskip("triton", reason="Triton is built for Linux only")
+
 from moeinf.models.base import Linear
 from moeinf.native import _native
 from moeinf.offload.format.layout import ExpertLayout

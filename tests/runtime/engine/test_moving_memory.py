@@ -210,6 +210,7 @@ with Engine.open(manifest, folder, config, settings) as engine:
 """
 
 
+@pytest.mark.linux("reads /proc")
 @pytest.mark.full
 def test_memory_goes_to_the_system(tmp_path: Path) -> None:
     """After each move the peak RSS is within the promise, and freed slots are really free."""

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+pytest.importorskip("triton", reason="Triton is built for Linux only")
+
 from benchmarks.shapes import shape
 from moeinf.models import family_of
 from moeinf.models.base import Embedding, KvForm, Linear

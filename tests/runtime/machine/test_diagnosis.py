@@ -142,3 +142,11 @@ def test_a_torch_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.Mon
     one = found("torch", tmp_path, tmp_path)
     assert (one.ok, one.hint) == (False, "pip install --force-reinstall torch")
     assert one.fact.endswith(f"cannot be imported: {words}")
+
+
+def test_read_ahead_of_a_system_without_device_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "major")  # as on Windows
+    one = found("read_ahead", tmp_path, tmp_path)
+    assert (one.ok, one.fact, one.hint) == (True, "not known on this system", "")

@@ -17,7 +17,7 @@ pytest.importorskip("ray", reason="needs pip install 'moeinf[cluster]'")
 from tests.server.cluster.clients import LONG, streamed
 from tests.server.cluster.local_cluster import Cluster
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(240), pytest.mark.linux("reads /proc")]
 
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": "17+25="}], "max_tokens": 4}
 SOON = (

@@ -23,7 +23,7 @@ pytest.importorskip("ray", reason="needs pip install 'moeinf[cluster]'")
 from tests.server.cluster.clients import LONG, streamed, text_of, whole
 from tests.server.cluster.two_nodes import GCS_S, HEALTH_S, TwoNodes, ticks, usable
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(240), pytest.mark.linux("reads /proc")]
 CLIENTS = 6
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("termios", reason="needs pseudo-terminals, which Windows lacks")
+
 from tests.cli.chat.test_terminals import in_terminal
 from tests.cli.conftest import Command, command_in
 
