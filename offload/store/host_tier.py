@@ -67,9 +67,7 @@ class HostTier:
         self.judge = Judge(len(layouts) // experts, experts)
         self._ahead = ReadAhead(self.table, transfer, policy, self.stats, self.judge)
         self._pieces = max(1.0, max(layout.slot_bytes for layout in layouts) / PIECE_BYTES)
-        self.coming: dict[
-            int, int
-        ] = {}  # what a layer waits for: its ticket; the first asked first
+        self.coming: dict[int, int] = {}  # cell → ticket a layer waits for; first asked first
 
     @property
     def slots(self) -> int:

@@ -42,7 +42,7 @@ def test_some_folders_are_collected(system: str, tmp_path: Path) -> None:
     if system == "win32":
         assert {outcome for outcome, _ in found["run"]} == {"skipped", "passed"}
         reasons = [why for _, why in found["run"]]
-        assert any("needs Linux: it needs locks of files" in why for why in reasons)
+        assert any("needs Linux: this needs file locks" in why for why in reasons)
 
 
 @pytest.mark.full
