@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks import capped
+from benchmarks.at_once import AtOnce
 from benchmarks.calibrated import Calibration, bfloat16, calibrated, embeddings, tokens
 from benchmarks.capped import Program, Side, fate, race
 from benchmarks.cgroup import MemoryGroup, NoMemoryGroup
@@ -154,7 +155,7 @@ def test_a_capped_race(cache: Path) -> None:
     ratio = found["ours"]["tokens_per_s"] / found["peer"]["tokens_per_s"]
     assert found["times_as_fast"] == pytest.approx(ratio, abs=0.01)
     assert 0 < found["about"]["hit_rate"] < 1
-    found["floor_ms"] = {"ram": 1.0, "disk": 2.0}
+    found["floor_ms"] = {"ram": 1.0, "disk": 2.0, "at_once": 3.0}
     assert found["turns"]["count"] == 4
     assert found["turns"]["least"] <= ratio <= found["turns"]["most"]
     fates = {"no-repack": "", "no-mmap": "killed at the limit"}
@@ -164,6 +165,7 @@ def test_a_capped_race(cache: Path) -> None:
     assert first == "`capped`, A CPU"
     assert len(rows) == 4
     assert rows[2].count("|") == rows[0].count("|") == rows[1].count("|")
+    assert rows[2].endswith("| 1 ms RAM, 2 ms disk, 3 ms both at once |")
     assert rows[3].startswith("| 1.0 GiB | 50% | no-mmap | killed at the limit |")
     missing = Program([sys.executable, "-c", "raise SystemExit(5)"], program.files)
     try:
@@ -188,6 +190,9 @@ def test_a_capped_floor_is_of_the_same_run(cache: Path, monkeypatch: pytest.Monk
     assert speeds["disk"] > 1e6
     assert speeds["ram"] > 1e6
     assert found["floor_ms"]["disk"] == pytest.approx(1e3 * read / speeds["disk"], abs=0.01)
+    both = AtOnce(**found["at_once"])
+    expected = 1e3 * both.seconds(found["about"]["token_bytes"], read)
+    assert found["floor_ms"]["at_once"] == pytest.approx(expected, abs=0.01)
     assert remembered_drive(model.settings, model.folder("bf16")) == stored
     assert 0 < drive_now(model.folder("bf16"), manifest) < float("inf")
 

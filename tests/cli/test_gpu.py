@@ -296,8 +296,8 @@ def test_help_says_what_is_limited(command: str, capsys: pytest.CaptureFixture[s
     assert answer([command, "--help"]) == 0
     said = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "auto is the CPU" in said
-    assert "With --device cuda, take at most this of the GPU's memory" in said
-    assert f"less {HEADROOM_BYTES >> 20} MiB" in said
+    assert "With --device cuda: GPU memory to use at most" in said
+    assert f"minus {HEADROOM_BYTES >> 20} MiB" in said
 
 
 def test_misses_of_no_gpu(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

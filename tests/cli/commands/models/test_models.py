@@ -92,7 +92,7 @@ def test_pull_and_run_of_a_model_with_nan(own: Command, tmp_path: Path) -> None:
     refused = own(*pull)
     assert refused.code == 1
     assert name in refused.err
-    assert "Try: `moeinf pull --allow-nan`, which goes on" in refused.err
+    assert "Try: `moeinf pull --allow-nan`, which continues" in refused.err
     assert own(*pull, "--allow-nan").code == 0
     for temperature in ("0", "1"):
         result = own("run", "x:q8", "17+25=", "--temperature", temperature)
