@@ -95,7 +95,7 @@ def test_families_route_by_their_cache(name: str, tmp_path: Path) -> None:
 def test_refused_families(name: str, tmp_path: Path) -> None:
     settings, manifest, _, _ = pulled(name, tmp_path, 1)
     folder = Library(settings).folder(manifest.model)
-    with pytest.raises(CannotRoute, match="--route: tiny:f32"):
+    with pytest.raises(CannotRoute, match="--route cache-aware: tiny:f32"):
         Engine.open(manifest, folder, EngineConfig(cache_aware=0.2), settings)
 
 
