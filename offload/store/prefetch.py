@@ -1,6 +1,6 @@
 """Prefetches of one store: reads in flight, the victims they displaced, and their use.
 
-Does not know layers, rows or arithmetic, nor why a policy wants a prefetch.
+Does not know layers, rows, arithmetic, or the reasons of a policy.
 
     queued ──▶ in flight ──arrived──▶ resident and admitted; unused until a layer requests it
                 ├──its layer requests it──▶ becomes demand: the same read, waited for
