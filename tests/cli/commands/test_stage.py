@@ -133,10 +133,9 @@ def asked(address: str, prompt: str) -> Any:
         return error.code, json.load(error)["code"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_a_server_goes_on_with_a_new_stage(
-    number: signal.Signals, variables: dict[str, str]
-) -> None:
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGINT"])
+def test_a_server_goes_on_with_a_new_stage(name: str, variables: dict[str, str]) -> None:
+    number = signal.Signals[name]  # Windows has no SIGKILL, and its imitation collects this file
     own = {**variables, "MOEINF_HOST": "127.0.0.1:0", "MOEINF_NUM_PARALLEL": "2"}
     prompts = {"17+25=": "42", "reverse planet": "tenalp"}
     with (
