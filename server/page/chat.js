@@ -60,23 +60,26 @@ export function mount(section, shell) {
     return said.scrollHeight - said.scrollTop - said.clientHeight < 80;
   }
 
-  // Draw the conversation. The focus stays on what has the same name in the same message, and the view where it
-  // is. end: go to the end of the conversation, where the view also stays.
+  // Draw the conversation. Messages that are shown already stay, with what the user has selected in them. The focus
+  // stays on what has the same name in the same message. end: go to the end, where the view also stays.
   function draw(end = atEnd()) {
-    const from = said.scrollTop;
+    const from = said.scrollTop, shown = [...said.children], nodes = tree.path(talk);
     const had = document.activeElement, box = had.closest(".talk > article");
-    const at = [...said.children].indexOf(box), named = nameOf(had);
-    said.replaceChildren(...tree.path(talk).map((node) => messageOf(node)));
-    if (!said.childElementCount) {
+    const at = shown.indexOf(box), named = nameOf(had);
+    let same = 0;
+    while (same < nodes.length && shown[same]?.node === nodes[same]) shown[same++].renew();
+    shown.slice(same).forEach((other) => other.remove());
+    said.append(...nodes.slice(same).map(messageOf));
+    if (!nodes.length) {
       said.append(el("p", { class: "empty", text: "Answers come from this machine. Nothing leaves it." }));
     }
     said.scrollTop = end ? said.scrollHeight : from;
-    if (!box) return;
-    const same = [...said.children[at]?.querySelectorAll("button") ?? []].find((one) => nameOf(one) === named && !one.disabled);
-    (same ?? text).focus({ preventScroll: true });
+    if (!box || had.isConnected) return;
+    const again = [...said.children[at]?.querySelectorAll("button") ?? []].find((one) => nameOf(one) === named && !one.disabled);
+    (again ?? text).focus({ preventScroll: true });
   }
 
-  // Return the element of a message; `update` draws the parts that grow.
+  // Return the element of a message; `update` draws the parts that grow, `renew` all that can change.
   function messageOf(node) {
     const own = node.role === "user";
     const body = el("div", { class: "body" });
@@ -90,13 +93,18 @@ export function mount(section, shell) {
     box.update = () => {
       thinking.hidden = !node.thinking;
       if (thought.textContent !== (node.thinking ?? "")) thought.textContent = node.thinking ?? "";
-      if (own) body.textContent = node.text;
-      else renew(body, [...markdown(node.text).childNodes, ...(node.calls ?? []).map(callOf)]);
+      if (own && body.textContent !== node.text) body.textContent = node.text;
+      if (!own) renew(body, [...markdown(node.text).childNodes, ...(node.calls ?? []).map(callOf)]);
       foot.textContent = node.error ?? node.state ?? figures(node);
       foot.classList.toggle("bad", Boolean(node.error));
     };
-    box.update();
-    box.append(actionsOf(node, own, box));
+    box.renew = () => {
+      box.update();
+      foot.nextSibling?.remove();
+      box.append(actionsOf(node, own, box));
+    };
+    box.node = node;
+    box.renew();
     return box;
   }
 
@@ -125,6 +133,7 @@ export function mount(section, shell) {
       answer(tree.add(talk, tree.parentOf(talk, node), { role: "user", text: field.value, files: node.files }));
     } });
     const back = el("button", { type: "button", text: "Cancel", click: () => draw() });
+    delete box.node; // it is drawn anew
     box.replaceChildren(field, el("div", { class: "buttons" }, back, done));
     field.focus();
   }

@@ -134,7 +134,7 @@ def test_the_slider_moves_the_memory(server: str, open_pane: Open) -> None:
     slider = page.get_by_role("slider")
     expect(page.locator(".panes-promise")).to_contain_text("replays promise")
     expect(slider).to_have_value("40")
-    assert int(slider.get_attribute("min")) == 5  # 8 of 192 experts
+    expect(slider).to_have_attribute("min", "5")  # 8 of 192 experts
     before = budget(server)
     slider.focus()
     page.keyboard.press("End")

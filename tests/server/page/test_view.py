@@ -67,6 +67,27 @@ def test_focus_and_selection_stay_in_what_is_complete(growing: Any) -> None:
     assert body.locator("p").all_inner_texts() == ["One more", "one", "two"]
 
 
+def test_a_selection_outlives_the_end_of_the_answer(growing: Any) -> None:
+    page = growing
+    feed(page, content=f"{CODE}One")
+    page.wait_for_selector(".body p:has-text('One')")
+    page.evaluate(SELECT)
+    feed(page, content=" more", done=True)
+    page.get_by_role("button", name="Regenerate").wait_for()
+    assert page.evaluate("() => getSelection().toString()") == "print(1)"
+
+
+def test_the_focus_stays_on_the_second_of_two_equal_buttons(growing: Any) -> None:
+    page = growing
+    feed(page, content=f"{CODE}{CODE}One")
+    page.wait_for_selector(".body p:has-text('One')")
+    page.get_by_role("button", name="Copy", exact=True).nth(1).focus()
+    feed(page, content=" more", done=True)
+    page.get_by_role("button", name="Regenerate").wait_for()
+    second = page.locator("article.answer .code button").nth(1)
+    assert second.evaluate("(one) => one === document.activeElement")
+
+
 def test_thinking_that_was_opened_stays_open(growing: Any) -> None:
     page = growing
     feed(page, thinking="so")
@@ -115,6 +136,6 @@ def test_a_file_that_is_dropped_at_the_last_moment_is_sent(page: Any) -> None:
         document.querySelector("form.ask").requestSubmit();
         document.querySelector("form.ask").requestSubmit();
     }""")
-    page.wait_for_selector("article.answer .figures, article.answer .actions button")
+    page.wait_for_selector("article.answer .actions button")
     complete(page)
     assert [one["messages"][-1]["content"] for one in sent] == ["File a.txt:\n\n5\n\nhi"]
