@@ -57,10 +57,9 @@ class HostTier:
         self.experts, self.layouts = experts, tuple(layouts)
         self.table = Residency(slots or pool.slots, len(layouts), pool.slots)
         self.policy = policy
-        self.stats = stats or StoreStats()
-        self.decoding = False
+        self.stats, self.decoding = stats or StoreStats(), False
         self.pieces: Sequence[slice] = ()  # of a long pass, see begin_long
-        self._transfer = transfer
+        self._transfer, self.call_bytes_per_s = transfer, transfer.call_bytes_per_s
         distinct = {layout: SlotMath(layout, pool, math) for layout in dict.fromkeys(layouts)}
         self._math = [distinct[layout] for layout in layouts]  # by cell
         self._layers = SlotKernels(self._math, self.table, experts)

@@ -17,6 +17,7 @@ from moeinf.offload.format.shards import FileRecord
 from moeinf.offload.store.prefetch_gate import Calls
 
 PIECE_BYTES = 512 << 10  # of a prefetch, which yields to demand between two pieces
+_ENOUGH_CALLS = 32
 
 
 class ExpertReadError(Failure, OSError):
@@ -123,6 +124,13 @@ class Transfer:
         """Return the calls that have read, since the queue opened."""
         n = self._queue.counters()
         return Calls(n.whole_calls, n.whole_seconds, n.piece_calls, n.piece_seconds)
+
+    def call_bytes_per_s(self) -> float | None:
+        """Return the bytes per second inside calls that read whole experts; None for a few."""
+        n = self._queue.counters()
+        if n.whole_calls < _ENOUGH_CALLS:
+            return None
+        return n.bytes_read / n.reads * n.whole_calls / n.whole_seconds
 
     def abandon(self, ticket: int) -> None:
         """Cancel a ticket and wait until it has ended; only a hung read may still write."""

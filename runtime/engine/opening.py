@@ -55,7 +55,7 @@ from moeinf.runtime.machine.memory import (
     total_bytes,
 )
 from moeinf.runtime.ollama_options import Options
-from moeinf.runtime.placement.bandwidth import drive_of
+from moeinf.runtime.placement.bandwidth import check_drive, drive_of
 from moeinf.runtime.placement.draft_plan import may_draft, place_both
 from moeinf.runtime.placement.plan import Placement
 from moeinf.runtime.prefix.cache import PrefixCache
@@ -204,6 +204,10 @@ def open_tiers(plan: Plan, opened: ExitStack) -> Tiers:
     with _room_for("experts", gpu):
         store = open_store(folder, manifest, placement, config, reading, past, gpu, plan.low)
     opened.callback(store.close)
+    if drive is not None:  # before the store closes
+        opened.callback(
+            lambda: check_drive(plan.settings, folder, drive, store.host.call_bytes_per_s())
+        )
     how = drive or f"{reading.readers} readers: `moeinf devices` would measure the drive"
     choices = (f"disk: {how}", *_kernels(manifest), *(() if gpu is None else gpu.notes))
     if gpu is not None and config.policy == _WITH_A_GPU:

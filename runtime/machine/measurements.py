@@ -158,6 +158,15 @@ def remember(
     _write(settings, state)
 
 
+def forget_drive(settings: Settings, drive: Drive, *folders: Path) -> None:
+    """Remove the measurement of these drives, if it still is this one."""
+    if remembered_drive(settings, *folders) == drive:
+        state = _read(settings)
+        drives = entries_of(state, "drives")
+        del drives[drive_key(*folders)]
+        _write(settings, {**state, "drives": drives})
+
+
 def _write(settings: Settings, state: Entries) -> None:
     write_entries(measured_path(settings), {**state, "version": _VERSION})
 

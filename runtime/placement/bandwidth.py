@@ -22,6 +22,7 @@ from moeinf.runtime.machine.disk_bench import FileRange, Progress, Sweep, sweep,
 from moeinf.runtime.machine.measurements import (
     Drive,
     Ram,
+    forget_drive,
     now,
     remember,
     remembered_drive,
@@ -37,6 +38,7 @@ _QUICK_BYTES = 64 << 20  # a smaller sample gives no figure for the drive
 _QUICK_IN_FLIGHT = (2, 8)
 _QUICK_PIECE_BYTES = 4 << 20  # at most, so that the buffers stay within a load's scratch
 _NOW_ROUNDS = 3
+_FASTER = 1.3  # times the drive's speed, by one reader alone: that figure was of a busy moment
 _FLOAT32_PATH = "avx512"  # or the best slower one: float32 products
 _PRODUCT_ROUNDS = 3
 
@@ -90,6 +92,19 @@ def drive_of(settings: Settings, folder: Path, manifest: Manifest) -> Drive | No
         remember(settings, drive=(first, drive), more=more)
         return drive
     return None
+
+
+def check_drive(
+    settings: Settings, folder: Path, drive: Drive, call_bytes_per_s: float | None
+) -> None:
+    """Forget a first load's measurement that is far too slow, so that the next load measures again.
+
+    call_bytes_per_s: of single reads since the load; None if there were too few.
+    """
+    if drive.thorough or not drive.reading.direct or call_bytes_per_s is None:
+        return
+    if call_bytes_per_s > _FASTER * drive.reading.bytes_per_s:
+        forget_drive(settings, drive, *places(folder))
 
 
 def drive_now(folder: Path, manifest: Manifest) -> float:

@@ -8,6 +8,7 @@ import os
 import stat
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,7 @@ from moeinf.runtime.machine.disk_bench import (
     WHOLE_BLOCKS,
     FileRange,
     Reading,
+    _choose,
     read_once,
     sweep,
     written_files,
@@ -29,12 +31,14 @@ from moeinf.runtime.machine.measurements import (
     Drive,
     Ram,
     drive_key,
+    forget_drive,
     remember,
     remembered_drive,
     remembered_ram,
 )
 from moeinf.runtime.placement import bandwidth as measuring
-from moeinf.runtime.placement.bandwidth import drive_of, measure
+from moeinf.runtime.placement.bandwidth import check_drive, drive_of, measure
+from moeinf.runtime.sizes import parse_memory
 
 READING = Reading(readers=5, block_bytes=1 << 20, direct=True, bytes_per_s=2e9, in_flight=4)
 DRIVE = Drive(READING, True, 4 << 20, "2026-01-02T03:04:05+00:00", ("a note",))
@@ -97,6 +101,23 @@ def test_a_file_system_without_direct_reads_is_told(monkeypatch, tmp_path: Path)
     assert swept.direct == {}
     assert not swept.chosen.direct
     assert "refuses O_DIRECT" in swept.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("direct", "buffered", "chosen"),
+    [
+        ({2: 1.0, 8: 1.2}, {2: 2.3, 8: 2.0}, (8, True)),
+        ({2: 1.2, 8: 1.2}, {2: 2.3, 8: 2.0}, (2, True)),
+        ({2: 1.0, 8: 1.0}, {2: 1.9, 8: 2.1}, (8, False)),
+        ({}, {2: 1.0, 8: 1.0}, (2, False)),
+    ],
+)
+def test_the_page_cache_must_be_much_faster(
+    direct: dict[int, float], buffered: dict[int, float], chosen: tuple[int, bool]
+) -> None:
+    found = _choose(direct, buffered)
+    assert (found.in_flight, found.direct) == chosen
+    assert found.bytes_per_s == (direct if found.direct else buffered)[found.in_flight]
 
 
 def test_a_file_that_ends_early_is_an_error(tmp_path: Path) -> None:
@@ -174,6 +195,42 @@ def test_a_first_load_tries_the_drive_once(
     assert remembered_drive(settings, folder) == found
     monkeypatch.setattr(measuring, "sweep", None)  # not measured again
     assert drive_of(settings, folder, manifest) == found
+
+
+@pytest.mark.parametrize(
+    ("change", "thorough", "seen", "kept"),
+    [
+        ({}, False, 2.5e9, True),
+        ({}, False, 2.7e9, False),
+        ({}, False, None, True),
+        ({}, True, 2.7e9, True),
+        ({"direct": False}, False, 2.7e9, True),  # of the page cache, not of the drive
+    ],
+)
+def test_a_first_loads_figure_that_is_far_too_slow_is_forgotten(
+    tmp_path: Path, change: dict[str, Any], thorough: bool, seen: float | None, kept: bool
+) -> None:
+    settings = Settings(tmp_path)
+    drive = replace(DRIVE, reading=replace(READING, **change), thorough=thorough)
+    remember(settings, ram=RAM, drive=(tmp_path, drive))
+    check_drive(settings, tmp_path, drive, seen)
+    assert remembered_drive(settings, tmp_path) == (drive if kept else None)
+    assert remembered_ram(settings) == RAM
+    remember(settings, drive=(tmp_path, DRIVE))
+    forget_drive(settings, replace(DRIVE, piece_bytes=1), tmp_path)
+    assert remembered_drive(settings, tmp_path) == DRIVE  # a newer measurement
+
+
+def test_an_engine_forgets_a_drive_that_it_reads_faster(demo_home: Path, tmp_path: Path) -> None:
+    settings = Settings(tmp_path)
+    manifest, folder = Library(Settings(demo_home)).read("demo")
+    slow = Drive(replace(READING, bytes_per_s=1.0), False, 4 << 20, DRIVE.measured_at)
+    remember(settings, drive=(folder, slow))
+    config = EngineConfig(memory=parse_memory("20%"))
+    with Engine.open(manifest, folder, config, settings) as engine:
+        engine.extend(engine.new_state(), list(b"17+25="))
+        assert remembered_drive(settings, folder) == slow
+    assert remembered_drive(settings, folder) is None
 
 
 def test_an_engine_reads_as_was_measured(demo_home: Path, tmp_path: Path) -> None:
