@@ -37,6 +37,7 @@ _GATES = tuple(
 )
 _MIXED = ("mixer.q_proj.weight", "mixer.k_proj.weight", "mixer.v_proj.weight")
 _CENTRED = ("qwen3_5_moe", "qwen3_next", "qwen4_exp")
+_LIMITED = ("deepseek_v4", "glm5_next")  # their SwiGLU ends at 10
 _ROUTER_GAIN = 2.5  # so that neither chance nor a single logit chooses the experts
 
 
@@ -74,7 +75,7 @@ def tiny_reference(name: str | Tiny, seed: int = 0) -> Any:
         parameter.data = _scaled(parameter_name, noise)
         if _tiny(name).family in _CENTRED and _is_centred(parameter_name):
             parameter.data -= 1
-        if _tiny(name).family == "glm5_next" and ".mlp." in parameter_name:
+        if _tiny(name).family in _LIMITED and ".mlp." in parameter_name:
             parameter.data *= _beyond(parameter_name)
     for buffer_name, buffer in model.named_buffers():
         if buffer_name.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar")):
