@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from moeinf.models import FAMILIES, ModelDataError, family_of
-from moeinf.runtime.hub.aliases import Entry, entry_of, registry
+from moeinf.runtime.hub.aliases import Entry, registry
 from tests.fakes import DictParts
 
 _DATA = Path(__file__).parents[2] / "data"
@@ -201,45 +201,3 @@ def test_a_config_without_model_type_is_refused_by_its_architecture() -> None:
     for values in ({}, {"architectures": "x"}, {"architectures": [None]}, {"model_type": 3}):
         with pytest.raises(ModelDataError, match="model_type absent is not supported"):
             family_of(values)
-
-
-@pytest.mark.parametrize(
-    ("typed", "repo"),
-    [
-        ("gpt-oss:20b", "openai/gpt-oss-20b"),
-        ("gpt-oss:120b", "openai/gpt-oss-120b"),
-        ("qwen3:30b-a3b", "Qwen/Qwen3-30B-A3B"),
-        ("qwen3-coder:30b", "Qwen/Qwen3-Coder-30B-A3B-Instruct"),
-        ("qwen3-coder:480b", "Qwen/Qwen3-Coder-480B-A35B-Instruct"),
-        ("qwen3-next:80b", "Qwen/Qwen3-Next-80B-A3B-Instruct"),
-        ("qwen3.5:35b", "Qwen/Qwen3.5-35B-A3B"),
-        ("qwen3.5:397b-a17b", "Qwen/Qwen3.5-397B-A17B"),
-        ("mixtral:8x7b", "mistralai/Mixtral-8x7B-Instruct-v0.1"),
-        ("deepseek-v2:16b", "deepseek-ai/DeepSeek-V2-Lite-Chat"),
-        ("deepseek-v3.1:671b", "deepseek-ai/DeepSeek-V3.1"),
-        ("deepseek-r1:671b", "deepseek-ai/DeepSeek-R1"),
-        ("gemma4:26b", "google/gemma-4-26B-A4B-it"),
-        ("gemma4:26b-a4b", "google/gemma-4-26B-A4B-it"),
-        ("gemma4:26b-a4b-it-q4_K_M", "google/gemma-4-26B-A4B-it"),
-        ("gemma4:26b-a4b-it-qat", "google/gemma-4-26B-A4B-it-qat-q4_0-gguf"),
-        ("qwen3:30b-a3b-instruct-2507-q8_0", "Qwen/Qwen3-30B-A3B-Instruct-2507"),
-        ("qwen3:235b-thinking", "Qwen/Qwen3-235B-A22B-Thinking-2507"),
-        ("deepseek-v3.2:latest", "deepseek-ai/DeepSeek-V3.2"),
-        ("glm-5", "zai-org/GLM-5"),
-        ("glm-4.7-flash", "zai-org/GLM-4.7-Flash"),
-        ("glm-4.7-flash:latest", "zai-org/GLM-4.7-Flash"),
-        ("granite4:small-h", "ibm-granite/granite-4.0-h-small"),
-        ("nemotron-3-nano:30b", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"),
-        ("nemotron-3-super:120b", "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16"),
-        ("minimax-m2:latest", "MiniMaxAI/MiniMax-M2"),
-        ("kimi-k2:1t", "moonshotai/Kimi-K2-Instruct"),
-        ("deepseek-v4-flash", "deepseek-ai/DeepSeek-V4-Flash"),
-        ("glm-5.3-flash:latest", "zai-org/GLM-5.3-Flash"),
-        ("qwen3.8-flash-next", "Qwen/Qwen3.8-Flash-Next"),
-        ("kimi-linear:48b", "moonshotai/Kimi-Linear-48B-A3B-Instruct"),
-    ],
-)
-def test_ollamas_names(typed: str, repo: str) -> None:
-    entry = entry_of(typed)
-    assert entry is not None
-    assert entry.repo == repo
