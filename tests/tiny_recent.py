@@ -158,6 +158,9 @@ RECENT: dict[str, Tiny] = {
     ),
     "solar": solar_open(attention_bias=True),
     "solar-one-expert": solar_open(
+        n_routed_experts=8,
+        n_group=4,
+        topk_group=2,
         head_dim=16,
         n_shared_experts=2,
         num_experts_per_tok=1,
