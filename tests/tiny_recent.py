@@ -377,27 +377,7 @@ RECENT: dict[str, Tiny] = {
 }
 # One configuration of each of these families is tested by default, and all with -m full.
 BRIEF: tuple[str, ...] = (
-    "minimax-m2",
-    "qwen3-next",
-    "dots1",
-    "ernie4.5",
-    "hunyuan",
-    "exaone",
-    "solar",
-    "lfm2",
-    "mistral4",
-    "laguna",
-    "gemma4",
-    "deepseek-v4",
-    "v32",
-    "glm-dsa",
-    "glm4v",
-    "glm5-next",
-    "mimo",
-    "kimi-linear",
-    "kimi-k2",
-    "kimi-k25",
-    "granite-hybrid",
-    "nemotron",
-    "qwen4",
-)
+    "minimax-m2", "qwen3-next", "dots1", "ernie4.5", "hunyuan", "exaone", "solar", "lfm2",
+    "mistral4", "laguna", "gemma4", "deepseek-v4", "v32", "glm-dsa", "glm4v", "glm5-next", "mimo",
+    "kimi-linear", "kimi-k2", "kimi-k25", "granite-hybrid", "nemotron", "qwen4",
+)  # fmt: skip

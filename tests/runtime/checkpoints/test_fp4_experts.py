@@ -68,7 +68,8 @@ def save_release(folder: Path, nvfp4: bool = False, **config: object) -> dict[st
         short = published(name)
         tensors[short] = meaning[short] = tensors.pop(name)
         if ".experts." in name and nvfp4:
-            stored, meaning[short] = packed_nvfp4(divides=False)(*tensor.shape, draw)
+            rows, columns = tensor.shape
+            stored, meaning[short] = packed_nvfp4(divides=False)(rows, columns, draw)
             tensors |= {short + end: part for end, part in stored.items()}
             tensors[short.removesuffix("weight") + "input_scale"] = torch.ones(())
             continue
@@ -122,7 +123,7 @@ def test_every_weight_is_as_in_transformers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("beside", [True, False])
 def test_experts_in_nvfp4_beside_fp8(beside: bool, tmp_path: Path) -> None:
-    """As in nvidia/DeepSeek-V4-Flash-NVFP4, with and without ModelOpt's own file."""
+    """The form of nvidia/DeepSeek-V4-Flash-NVFP4, with and without ModelOpt's own file."""
     meaning = save_release(tmp_path / "x", nvfp4=True)
     if beside:
         about = {
@@ -139,8 +140,8 @@ def test_experts_in_nvfp4_beside_fp8(beside: bool, tmp_path: Path) -> None:
     assert sum(tensor.dtype == "F8_E4M3" for tensor in tensors.values()) > 8
     for name, tensor in tensors.items():
         assert torch.equal(widened(tensor), meaning[name].float()), name
-    name, _ = find_source(str(tmp_path / "x"), None, Settings(tmp_path / "home"), ignore)
-    assert name.tag == "nvfp4"
+    named, _ = find_source(str(tmp_path / "x"), None, Settings(tmp_path / "home"), ignore)
+    assert named.tag == "nvfp4"
 
 
 def test_nvfp4_without_scales(tmp_path: Path) -> None:

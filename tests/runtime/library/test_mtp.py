@@ -145,7 +145,7 @@ def test_two_modules_are_kept_and_the_first_one_drafts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tag", ["f32", "q8"])
 def test_modules_in_blocks_of_8_bits(tag: str, tmp_path: Path) -> None:
-    """As in DeepSeek-V3's release, where matrices of the module's block are FP8, too."""
+    """In DeepSeek-V3's release, matrices of the module's block are FP8, too."""
     folder = tmp_path / "fp8"
     layer = checkpoint("deepseek-v3", folder) + 1
     shutil.copytree(folder, tmp_path / "wide")
