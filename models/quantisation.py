@@ -15,6 +15,8 @@ from moeinf.models.base import ModelDataError
 from moeinf.models.config import MAX_WIDTH, Fields
 
 KEYS = ("quantization_config", "compression_config")
+# Experts in another form than the rest, as in NVIDIA's DeepSeek-V4-Flash-NVFP4 and V4-Pro-NVFP4.
+MOE_KEY, MOE_NVFP4 = "moe_quant_algo", "NVFP4"
 _READ = ("fp8", "mxfp4")  # in blocks, which the loader widens or keeps
 _COMPRESSED, _MODELOPT = "compressed-tensors", "modelopt"
 _PACKED, _MIXED = "pack-quantized", "mixed-precision"
@@ -104,7 +106,7 @@ def _is_read(section: Fields) -> bool:
         return _is_compressed(section)
     if section.is_word("quant_method", _MODELOPT):
         return (section.text("quant_algo") or "").upper() in _ALGORITHMS
-    section.refuse("moe_quant_algo")  # NVIDIA's DeepSeek-V4: experts in another form than the rest
+    section.choice(MOE_KEY, default=MOE_NVFP4, known=(MOE_NVFP4,))
     return any(section.is_word("quant_method", word) for word in _READ)
 
 

@@ -58,8 +58,12 @@ _OLLAMA = {
     "qwen3:235b-thinking": "qwen3-235b-a22b-thinking",
     "qwen3:235b-a22b-thinking-2507": "qwen3-235b-a22b-thinking",
     "qwen3-coder:30b": "qwen3-coder-30b-a3b",
+    "qwen3-coder:30b-a3b": "qwen3-coder-30b-a3b",
     "qwen3-coder:480b": "qwen3-coder-480b-a35b",
+    "qwen3-coder:480b-a35b": "qwen3-coder-480b-a35b",
     "qwen3-next:80b": "qwen3-next-80b-a3b",
+    "qwen3-next:80b-a3b-instruct": "qwen3-next-80b-a3b",
+    "qwen3-next:80b-a3b-thinking": "qwen3-next-80b-a3b-thinking",
     "qwen3.5:35b": "qwen3.5-35b-a3b",
     "qwen3.5:122b": "qwen3.5-122b-a10b",
     "qwen3.5:122b-a10b": "qwen3.5-122b-a10b",
@@ -72,14 +76,23 @@ _OLLAMA = {
     "deepseek-v2:236b": "deepseek-v2",
     "deepseek-v3:671b": "deepseek-v3",
     "deepseek-v3.1:671b": "deepseek-v3.1",
+    "deepseek-v3.1:671b-terminus": "deepseek-v3.1-terminus",
     "deepseek-r1:671b": "deepseek-r1",
     "granite3.1-moe:1b": "granite-3.1-1b-a400m",
     "granite3.1-moe:3b": "granite-3.1-3b-a800m",
     "granite4:tiny-h": "granite-4.0-h-tiny",
+    "granite4:7b-a1b-h": "granite-4.0-h-tiny",
     "granite4:small-h": "granite-4.0-h-small",
+    "granite4:32b-a9b-h": "granite-4.0-h-small",
     "nemotron-3-nano:30b": "nemotron-3-nano-30b-a3b",
+    "nemotron-3-nano:30b-a3b": "nemotron-3-nano-30b-a3b",
     "nemotron-3-super:120b": "nemotron-3-super-120b-a12b",
+    "nemotron-3-super:120b-a12b": "nemotron-3-super-120b-a12b",
+    "kimi-k2:1t": "kimi-k2",
+    "kimi-linear:48b": "kimi-linear-48b-a3b",
 }
+_OLLAMA_UNSIZED = ("glm-4.7-flash", "qwen3-coder-next")  # with tags of bits alone
+_OLLAMA_CLOUD = re.compile(r"(?:.*-)?cloud")
 _OLLAMA_BITS = {"q4_k_m": "", "q8_0": ":q8", "fp16": ":bf16", "bf16": ":bf16"}
 OLLAMA = "ollama:"  # before the name of a model in Ollama's store
 MACHINE_STATE = "devices.json"  # in state/, beside the folders of models
@@ -133,7 +146,8 @@ def plain(text: str) -> str:
     """Return another spelling of a model as `name[:tag]` or `org/name[:tag]`, in its case.
 
     These are the hub's addresses (hf.co/org/name, https://huggingface.co/org/name), Ollama's tag
-    `latest`, and its tags for sizes (gpt-oss:20b), also with bits (qwen3:30b-a3b-q8_0).
+    `latest`, and its tags for sizes (gpt-oss:20b), for bits (glm-4.7-flash:q8_0) and for both
+    (qwen3:30b-a3b-q8_0).
     """
     text = text.strip()
     if address := _HUB.match(text):
@@ -143,6 +157,9 @@ def plain(text: str) -> str:
     size, _, bits = text.lower().rpartition("-")
     if size in _OLLAMA and bits in _OLLAMA_BITS:
         return _OLLAMA[size] + _OLLAMA_BITS[bits]
+    name, _, bits = text.lower().partition(":")
+    if name in _OLLAMA_UNSIZED and bits in _OLLAMA_BITS:
+        return name + _OLLAMA_BITS[bits]
     return _OLLAMA.get(text.lower(), text)
 
 
@@ -177,6 +194,11 @@ def parse_name(text: str) -> ModelName:
         raise BadName(
             f"{text!r} is not a model name: letters, digits, '.', '_' and '-', "
             "as name[:tag] or org/name[:tag]"
+        )
+    if _OLLAMA_CLOUD.fullmatch(tag):
+        raise BadName(
+            f"{text!r}: the tag {tag!r} is invalid: such a model runs on Ollama's servers only "
+            f"(expected a model that runs here, such as {text[: -len('-cloud')]})"
         )
     if colon and not is_tag(tag):
         raise BadName(

@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PATH = ROOT / "docs" / "families.md"
 _ENGINE, _GPU = "tests/runtime/engine", "tests/runtime/dense/test_dense_on_gpu.py"
 _GGUF, _TEXT = "tests/runtime/gguf", "tests/runtime/text/test_family_formats.py"
+_CALLS = "tests/runtime/text/test_documented_calls.py::test_the_calls_of"
 _LOGITS = "tests/models/test_families.py"
 _PAIRS = "tests/models/seq2seq/test_encoder_decoders.py"
 _TOKENS = "test_float32_equals_transformers_token_for_token"
@@ -33,15 +34,17 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {  # what -> tests, of which each case 
     "bf16": (f"{_LOGITS}::test_bfloat16", f"{_PAIRS}::test_bfloat16"),
     "pieces": (f"{_LOGITS}::test_chunked_prefill",
                "tests/models/test_windows.py::test_a_window_equals_its_pieces",
+               f"{_ENGINE}/test_long_prompts.py::test_logits_after_two_chunks",
                f"{_PAIRS}::test_several_tokens_at_once"),
     "back": (f"{_LOGITS}::test_truncate_and_snapshot", f"{_PAIRS}::test_truncate_and_snapshot",
              "tests/models/layers/test_recurrent.py::test_long_texts_and_what_is_left_of_them"),
     "greedy": (f"{_ENGINE}/test_families.py::{_TOKENS}",),
     "q8": (f"{_ENGINE}/test_quantised_families.py::test_near_the_reference",),
     "q4": (f"{_ENGINE}/test_quantised_families.py::test_near_the_reference",),
-    "GPU": (f"{_GPU}::{_TOKENS}", f"{_GPU}::test_encoder_decoders"),
+    "GPU": (f"{_GPU}::{_TOKENS}", f"{_GPU}::test_encoder_decoders",
+            "tests/runtime/dense/test_recent_on_gpu.py::test_logits_are_near_the_cpus"),
     "template": (f"{_TEXT}::test_template_of",),
-    "tools": (f"{_TEXT}::test_tool_calls_of",),
+    "tools": (f"{_TEXT}::test_tool_calls_of", _CALLS),
     "read": (f"{_GGUF}/test_architectures.py::test_a_file_is_the_checkpoint_that_it_was_made_of",
              _AGAIN),
     "written": (f"{_GGUF}/writing/test_like_the_converter.py::test_exported_files", _AGAIN),
@@ -55,7 +58,7 @@ _MEANINGS = {
     "greedy": "greedy tokens are those of transformers, with all experts in memory and the least",
     "q8": "logits with weights in q8 are within 2 % of those on the widened weights",
     "q4": "the same in q4",
-    "GPU": "the greedy tokens on a strict fake of a GPU; no kernel ran on hardware",
+    "GPU": "greedy tokens or logits on a strict fake of a GPU; no kernel ran on hardware",
     "template": "a chat template with the constructs of the published one gives transformers' text",
     "tools": "the published format of tool calls is parsed, also character by character",
     "read": "a GGUF file by the rules of llama.cpp's converter, or ours, gives the checkpoint",

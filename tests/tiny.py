@@ -37,6 +37,7 @@ _GATES = tuple(
 )
 _MIXED = ("mixer.q_proj.weight", "mixer.k_proj.weight", "mixer.v_proj.weight")
 _CENTRED = ("qwen3_5_moe", "qwen3_next", "qwen4_exp")
+_LIMITED = {"deepseek_v4": 3.0, "glm5_next": 4.0}  # so much that some factors of SwiGLU exceed 10
 _ROUTER_GAIN = 2.5  # so that neither chance nor a single logit chooses the experts
 
 
@@ -74,8 +75,8 @@ def tiny_reference(name: str | Tiny, seed: int = 0) -> Any:
         parameter.data = _scaled(parameter_name, noise)
         if _tiny(name).family in _CENTRED and _is_centred(parameter_name):
             parameter.data -= 1
-        if _tiny(name).family == "glm5_next" and ".mlp." in parameter_name:
-            parameter.data *= _beyond(parameter_name)
+        if _tiny(name).family in _LIMITED and ".mlp." in parameter_name:
+            parameter.data *= _beyond(parameter_name, _LIMITED[_tiny(name).family])
     for buffer_name, buffer in model.named_buffers():
         if buffer_name.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar")):
             buffer.copy_(_scaled(buffer_name, torch.randn(buffer.shape, generator=draw)))
@@ -132,11 +133,11 @@ def _is_centred(name: str) -> bool:
     return name.endswith("norm.weight") and not any(x in name for x in (".linear_attn.", "hc_norm"))
 
 
-def _beyond(name: str) -> float:
-    """Return the factor of an MLP's weight by which some factors of SwiGLU exceed 10."""
+def _beyond(name: str, factor: float) -> float:
+    """Return the factor of an MLP's weight; the product of all three is half of it."""
     if "gate_up_proj" in name or name.endswith((".gate_proj.weight", ".up_proj.weight")):
-        return 4.0
-    return 0.125 if "down_proj" in name else 1.0
+        return factor
+    return 0.5 / factor if "down_proj" in name else 1.0
 
 
 def _scaled(name: str, noise: Tensor) -> Tensor:

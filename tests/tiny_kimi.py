@@ -28,7 +28,9 @@ KIMI: dict[str, Tiny] = {
         "kimi_k2", num_experts_per_tok=1, tie_word_embeddings=True, attention_bias=True
     ),
     "kimi-k25": _kimi("kimi_k25"),
-    "kimi-k25-one-expert": _kimi("kimi_k25", num_experts_per_tok=1, v_head_dim=22),
+    "kimi-k25-one-expert": _kimi(
+        "kimi_k25", num_experts_per_tok=1, v_head_dim=22, attention_bias=True
+    ),
     "kimi-k25-all-experts": _kimi(
         "kimi_k25", num_experts_per_tok=8, tie_word_embeddings=True, num_hidden_layers=2
     ),

@@ -158,6 +158,9 @@ RECENT: dict[str, Tiny] = {
     ),
     "solar": solar_open(attention_bias=True),
     "solar-one-expert": solar_open(
+        n_routed_experts=8,
+        n_group=4,
+        topk_group=2,
         head_dim=16,
         n_shared_experts=2,
         num_experts_per_tok=1,
@@ -374,27 +377,7 @@ RECENT: dict[str, Tiny] = {
 }
 # One configuration of each of these families is tested by default, and all with -m full.
 BRIEF: tuple[str, ...] = (
-    "minimax-m2",
-    "qwen3-next",
-    "dots1",
-    "ernie4.5",
-    "hunyuan",
-    "exaone",
-    "solar",
-    "lfm2",
-    "mistral4",
-    "laguna",
-    "gemma4",
-    "deepseek-v4",
-    "v32",
-    "glm-dsa",
-    "glm4v",
-    "glm5-next",
-    "mimo",
-    "kimi-linear",
-    "kimi-k2",
-    "kimi-k25",
-    "granite-hybrid",
-    "nemotron",
-    "qwen4",
-)
+    "minimax-m2", "qwen3-next", "dots1", "ernie4.5", "hunyuan", "exaone", "solar", "lfm2",
+    "mistral4", "laguna", "gemma4", "deepseek-v4", "v32", "glm-dsa", "glm4v", "glm5-next", "mimo",
+    "kimi-linear", "kimi-k2", "kimi-k25", "granite-hybrid", "nemotron", "qwen4",
+)  # fmt: skip

@@ -85,9 +85,9 @@ class MtpModules:
     ) -> None:
         """Build the modules around their blocks, one each. planes: see kv_cache.py."""
         self.moe, self.max_context = moe, body.max_context
-        self.modules = [
-            _module(body, block, parts, n) for n, block in enumerate(tuned_blocks(blocks, parts))
-        ]
+        # Each block is tuned alone: those of a list may become one run of layers.
+        tuned = [tuned_blocks([block], parts)[0] for block in blocks]
+        self.modules = [_module(body, block, parts, n) for n, block in enumerate(tuned)]
         weight = parts.tensor("mtp.0.norm.weight", body.hidden)
         self._cache = CacheLayout(len(blocks), planes, weight.dtype, weight.device, None, parts.kv)
         self._rope = Rope(body.rope, rope_dim, weight.device)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from moeinf.errors import UnusableInput, problem
+from moeinf.models.quantisation import MOE_KEY
 from moeinf.offload.format.direct_io import BLOCK_BYTES, DirectReader
 from moeinf.runtime.bounded_json import MOST_NODES, BadJson, parse_json
 from moeinf.runtime.files.regular import NotRegular, check_regular, read_contained
@@ -173,9 +174,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 def with_quantised(config: dict[str, Any], beside: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the config with ModelOpt's quantisation method, if `beside` names an algorithm.
 
-    beside: the content of hf_quant_config.json.
+    beside: the content of hf_quant_config.json, which counts less than a config with MOE_KEY.
     """
-    if beside is None:
+    own = config.get("quantization_config")
+    if beside is None or (isinstance(own, dict) and MOE_KEY in own):
         return config
     said = beside.get("quantization")
     algorithm = said.get("quant_algo") if isinstance(said, dict) else "an unnamed form"
@@ -314,14 +316,13 @@ def parse_header(path: Path, size: int, text: bytes) -> dict[str, SourceTensor]:
 
 
 def _parse_header(path: Path, size: int, text: bytes) -> tuple[dict[str, SourceTensor], object]:
-    length = len(text)
     tensors_at_most = text.count(b'"data_offsets"') + _SPARE_TENSORS
-    if length > tensors_at_most * _TENSOR_BYTES:
-        raise BadCheckpoint(f"{path} has a header of {length} bytes for too few tensors")
+    if len(text) > tensors_at_most * _TENSOR_BYTES:
+        raise BadCheckpoint(f"{path} has a header of {len(text)} bytes for too few tensors")
     header = parse_object(text, path, min(MOST_NODES, tensors_at_most * _TENSOR_NODES))
     metadata = header.pop("__metadata__", None)
-    tensors = [_source_tensor(path, 8 + length, name, about) for name, about in header.items()]
-    end = 8 + length
+    end = 8 + len(text)
+    tensors = [_source_tensor(path, end, name, about) for name, about in header.items()]
     for tensor in sorted(tensors, key=lambda tensor: (tensor.offset, tensor.size_bytes)):
         if tensor.offset != end:
             what = "overlaps another tensor" if tensor.offset < end else "leaves a hole before it"
@@ -358,8 +359,7 @@ def _naturals(value: object) -> list[int] | None:
     """Return `value` if it is a list of integers from 0 to 2^48 - 1, else None."""
     if not isinstance(value, list):
         return None
-    fine = (type(item) is int and 0 <= item < 2**48 for item in value)
-    return value if all(fine) else None
+    return value if all(type(item) is int and 0 <= item < 2**48 for item in value) else None
 
 
 def blocks(tensor: SourceTensor, dtype: str) -> Iterator[memoryview]:

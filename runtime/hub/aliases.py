@@ -9,7 +9,7 @@ from importlib import resources
 
 import yaml
 
-from moeinf.runtime.names import DEFAULT_TAG, DEMO, KEPT_TAGS, TAGS, plain
+from moeinf.runtime.names import DEFAULT_TAG, DEMO, KEPT_TAGS, TAGS, BadName, parse_name
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's takes a tenth of the time
 # Bits per weight, with the scales of quantised groups, without 8-bit embeddings and headers.
@@ -77,8 +77,14 @@ def licence_of(source: str) -> str | None:
 
 
 def entry_of(name: str) -> Entry | None:
-    """Return the entry of `name[:tag]`, or None. The name may be an alias or Ollama's name."""
-    wanted = plain(name).partition(":")[0].lower()
+    """Return the entry of `name[:tag]`, or None. The name may be an alias or Ollama's name.
+
+    Names with an invalid tag have no entry.
+    """
+    try:
+        wanted = parse_name(name).name
+    except BadName:
+        return None
     for entry in registry().values():
         if wanted in (entry.name, *entry.aliases):
             return entry

@@ -254,8 +254,8 @@ def test_absurd_rope(values: dict[str, Any]) -> None:
         ),
         (
             "deepseek-v4",
-            {"quantization_config": {"quant_method": "fp8", "moe_quant_algo": "NVFP4"}},
-            "moe_quant_algo = 'NVFP4' is not supported",
+            {"quantization_config": {"quant_method": "fp8", "moe_quant_algo": "IQ3_WIRE"}},
+            "moe_quant_algo = 'IQ3_WIRE' is not supported",
         ),
         ("v32", {"index_topk": 0}, "index_topk = 0"),
         ("v32", {"q_lora_rank": None}, "q_lora_rank = null is not supported with an indexer"),

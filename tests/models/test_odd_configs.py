@@ -26,7 +26,7 @@ WITH: dict[str, set[str]] = {
     "tied": EVERY - {"kimi_linear", "nemotron_h"},  # refused: transformers has no tied head
     "groups": MLA  # the published Kimi-K2 and Kimi-K2.5 have one group
     | {"dots1", "exaone_moe", "glm4_moe", "glm4v_moe", "kimi_linear", "mimo_v2_flash", "mistral4"}
-    | {"nemotron_h"},
+    | {"nemotron_h", "solar_open"},
     "dense first": MLA
     | {"dots1", "ernie4_5_moe", "exaone_moe", "glm4_moe", "glm4v_moe", "kimi_k2", "kimi_k25"}
     | {"kimi_linear", "laguna", "lfm2_moe", "mimo_v2_flash", "mistral4", "qwen2_moe", "qwen3_moe"}
@@ -34,8 +34,7 @@ WITH: dict[str, set[str]] = {
     "dense last": MLA - {"deepseek_v2", "deepseek_v3"}  # they only count the first layers
     | {"ernie4_5_moe", "exaone_moe", "kimi_linear", "laguna", "mimo_v2_flash"}
     | {"qwen2_moe", "qwen3_next"},
-    "biases": EVERY
-    - {"deepseek_v4", "ernie4_5_moe", "exaone_moe", "kimi_k25", "minimax_m2", "mixtral"},
+    "biases": EVERY - {"deepseek_v4", "ernie4_5_moe", "exaone_moe", "minimax_m2", "mixtral"},
 }
 _BIASES = ("attention_bias", "conv_bias", "lm_head_bias", "mlp_bias", "qkv_bias", "use_bias")
 

@@ -31,6 +31,7 @@ from moeinf.runtime.sizes import parse_memory
 from scripts.make_checkpoint import byte_tokenizer
 from tests.conftest import pull
 from tests.tiny import save_tiny
+from tests.tiny_families import Tiny
 from tests.tiny_mxfp4 import save_mxfp4
 
 # Checkpoint and tag: every format of experts, grouped-query and latent attention, a window, sinks.
@@ -65,7 +66,7 @@ class Installed:
         return Library(self.settings).folder(self.manifest.model)
 
 
-def installed(name: str, tag: str, place: Path) -> Installed:
+def installed(name: str | Tiny, tag: str, place: Path) -> Installed:
     """Pull the model below `place`."""
     checkpoint = place / "checkpoint"
     if name == "demo":

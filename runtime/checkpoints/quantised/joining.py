@@ -10,7 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from moeinf.models.quantisation import IntegerScheme, integer_schemes, quantised_section
+from moeinf.models.quantisation import (
+    MOE_KEY,
+    MOE_NVFP4,
+    IntegerScheme,
+    integer_schemes,
+    quantised_section,
+)
 from moeinf.runtime.checkpoints.checkpoint import (
     TORCH_DTYPE,
     BadCheckpoint,
@@ -47,6 +53,8 @@ def joined(
     """
     section = quantised_section(checkpoint.config)
     if section.get("quant_method") not in ("compressed-tensors", "modelopt"):
+        if section.get(MOE_KEY) == MOE_NVFP4:
+            checkpoint = _with_nvfp4(checkpoint)
         return join_blocks(checkpoint, join_scales(checkpoint))
     found = {n: t for n, t in checkpoint.tensors.items() if not n.endswith(_UNUSED)}
     schemes = integer_schemes(section)
@@ -60,6 +68,15 @@ def joined(
         elif name.endswith(_WEIGHT) and tensor.dtype == "F8_E4M3":
             _join_fp8(found, name.removesuffix(_WEIGHT), tensor)
     return found
+
+
+def _with_nvfp4(checkpoint: Checkpoint) -> Checkpoint:
+    """Join the NVFP4 matrices of a checkpoint whose other matrices are blocks of 8 bits."""
+    found = {n: t for n, t in checkpoint.tensors.items() if not n.endswith(_UNUSED)}
+    for name, tensor in checkpoint.tensors.items():
+        if tensor.dtype == "U8" and name.endswith(_WEIGHT):
+            _join_nvfp4(found, name.removesuffix(_WEIGHT), tensor, nvfp4.FACTOR)
+    return replace(checkpoint, tensors=found)
 
 
 class _Parts:

@@ -12,14 +12,35 @@ from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from moeinf.models import ModelDataError, family_of
-from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint, SourceTensor, open_checkpoint
+from moeinf.runtime.checkpoints.checkpoint import (
+    QUANTISED,
+    BadCheckpoint,
+    SourceTensor,
+    open_checkpoint,
+)
 from moeinf.runtime.checkpoints.encode import encoded
 from moeinf.runtime.checkpoints.inventory import Inventory, take_inventory
 from moeinf.runtime.checkpoints.quantised.fused_experts import MXFP4
+from moeinf.runtime.config import Settings
+from moeinf.runtime.hub.resolve import find_source
+from moeinf.runtime.library.library import Library
+from moeinf.runtime.library.repacking.repack import repack
+from scripts.make_checkpoint import byte_tokenizer
+from tests.conftest import ignore
+from tests.runtime.engine.test_quantised_families import TOLERANCE, near_the_reference, reference
 from tests.tiny import save_tiny
 from tests.tiny_deepseek_v4 import deepseek_v4
+from tests.tiny_packed import nvfp4 as packed_nvfp4
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [16, 16]}
+# Further keys of nvidia/DeepSeek-V4-Flash-NVFP4, without its lists of modules.
+NVFP4_EXPERTS = {
+    "quant_algo": "MIXED_PRECISION",
+    "moe_quant_algo": "NVFP4",
+    "group_size": 16,
+    "kv_cache_quant_algo": None,
+    "producer": {"name": "modelopt", "version": "dsv4-nvfp4-experts"},
+}
 
 
 def published(name: str) -> str:
@@ -33,15 +54,25 @@ def powers(*shape: int) -> Tensor:
     return torch.randint(119, 123, shape, dtype=torch.uint8)
 
 
-def save_release(folder: Path, **config: object) -> dict[str, Tensor]:
-    """Write a checkpoint of random codes; return the widened weights as transformers has them."""
+def save_release(folder: Path, nvfp4: bool = False, **config: object) -> dict[str, Tensor]:
+    """Write a checkpoint of random codes; return the widened weights as transformers has them.
+
+    nvfp4: the experts have NVIDIA's form, in which transformers does not read them.
+    """
     torch.manual_seed(0)
+    draw = torch.Generator().manual_seed(1)
     save_tiny(deepseek_v4(hidden_size=32, moe_intermediate_size=64), folder)
     tensors, meaning = load_file(folder / "model.safetensors"), {}
     e8m0 = torch.float8_e8m0fnu
     for name, tensor in list(tensors.items()):
         short = published(name)
         tensors[short] = meaning[short] = tensors.pop(name)
+        if ".experts." in name and nvfp4:
+            rows, columns = tensor.shape
+            stored, meaning[short] = packed_nvfp4(divides=False)(rows, columns, draw)
+            tensors |= {short + end: part for end, part in stored.items()}
+            tensors[short.removesuffix("weight") + "input_scale"] = torch.ones(())
+            continue
         if ".experts." in name:
             codes = torch.randint(-128, 128, (len(tensor), tensor.shape[1] // 2), dtype=torch.int8)
             scales = powers(len(tensor), tensor.shape[1] // 32)
@@ -61,7 +92,8 @@ def save_release(folder: Path, **config: object) -> dict[str, Tensor]:
         tensors[short.removesuffix(".weight") + ".scale"] = scales.view(e8m0)
     save_file(tensors, folder / "model.safetensors")
     path = folder / "config.json"
-    values = {**json.loads(path.read_text()), "expert_dtype": "fp4", "quantization_config": FP8}
+    section = {**FP8, **NVFP4_EXPERTS} if nvfp4 else FP8
+    values = {**json.loads(path.read_text()), "expert_dtype": "fp4", "quantization_config": section}
     path.write_text(json.dumps({**values, **config}))
     return meaning
 
@@ -87,6 +119,53 @@ def test_every_weight_is_as_in_transformers(tmp_path: Path) -> None:
     assert set(tensors) == set(meaning)
     for name, tensor in tensors.items():
         assert torch.equal(widened(tensor), meaning[name].float()), name
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_experts_in_nvfp4_beside_fp8(beside: bool, tmp_path: Path) -> None:
+    """The form of nvidia/DeepSeek-V4-Flash-NVFP4, with and without ModelOpt's own file."""
+    meaning = save_release(tmp_path / "x", nvfp4=True)
+    if beside:
+        about = {
+            "producer": {"name": "modelopt"},
+            "quantization": {"quant_algo": "MIXED_PRECISION"},
+        }
+        (tmp_path / "x" / QUANTISED).write_text(json.dumps(about))
+    found = taken(tmp_path / "x")
+    assert (found.unused, found.has_nvfp4) == ([], True)
+    experts = [t for parts in found.experts.values() for t in parts.values()]
+    assert {tensor.dtype for tensor in experts} == {"NVFP4"}
+    tensors = {tensor.name: tensor for tensor in (*found.dense.values(), *experts)}
+    assert set(tensors) == set(meaning)
+    assert sum(tensor.dtype == "F8_E4M3" for tensor in tensors.values()) > 8
+    for name, tensor in tensors.items():
+        assert torch.equal(widened(tensor), meaning[name].float()), name
+    named, _ = find_source(str(tmp_path / "x"), None, Settings(tmp_path / "home"), ignore)
+    assert named.tag == "nvfp4"
+
+
+def test_nvfp4_without_scales(tmp_path: Path) -> None:
+    save_release(tmp_path, nvfp4=True)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["layers.0.ffn.experts.0.w1.weight_scale_2"]
+    save_file(tensors, path)
+    with pytest.raises(BadCheckpoint, match=r"experts\.0\.w1\.weight' has no weight_scale_2"):
+        taken(tmp_path)
+
+
+@pytest.mark.parametrize("nvfp4", [False, True])
+def test_a_release_in_its_default_tag(nvfp4: bool, tmp_path: Path) -> None:
+    """Logits of a pulled release are those of its widened weights."""
+    folder, settings = tmp_path / "deepseek-v4-flash", Settings(tmp_path / "home")
+    save_release(folder, nvfp4)
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    named, source = find_source(str(folder), None, settings, ignore)
+    assert named.tag == ("nvfp4" if nvfp4 else "mxfp4")
+    manifest = repack(source, Library(settings), named, ignore, ignore)
+    assert manifest.dtype == named.tag.upper()
+    plain, experts = reference(folder, named.tag)
+    assert near_the_reference(manifest, settings, plain, experts) < TOLERANCE
 
 
 def test_the_table_and_the_mixers_stay_exact(tmp_path: Path) -> None:

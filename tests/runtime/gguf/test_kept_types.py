@@ -30,6 +30,7 @@ from scripts.make_checkpoint import byte_tokenizer, config, make_checkpoint
 from tests.conftest import endless, ignore
 from tests.generating import answering
 from tests.gguf_files import float32, matrices, quantised, write_gguf
+from tests.runtime.engine.test_quantised_families import TOLERANCE, near_the_reference, reference
 from tests.runtime.gguf.test_pulls import pull
 from tests.tiny import save_tiny
 from tests.tiny_families import gemma4
@@ -127,6 +128,8 @@ def test_gemma4_trained_in_q4_0(tmp_path: Path) -> None:
             list(answer)
             answers.append(answer.tokens)
     assert answers[0] == answers[1]
+    plain, experts = reference(opened, "q4")  # the dequantised weights
+    assert near_the_reference(manifest, settings, plain, experts) < TOLERANCE
 
 
 @pytest.mark.parametrize(("kind", "tag"), [(Kind.Q5_K, "q5k"), (Kind.Q6_K, "q6k")])

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from moeinf.models import family_of
@@ -16,6 +17,7 @@ from moeinf.runtime.checkpoints.checkpoint import open_checkpoint
 from moeinf.runtime.checkpoints.inventory import take_inventory
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine.engine import Engine
+from moeinf.runtime.engine.mtp_engine import MtpEngine
 from moeinf.runtime.library.dense_views import read_dense_header
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.manifest import MANIFEST, DamagedModel, Manifest, read_manifest
@@ -25,6 +27,7 @@ from moeinf.runtime.library.verify import LocalRepair, repair, verify
 from moeinf.runtime.names import parse_name
 from tests.conftest import endless, ignore
 from tests.generating import answering
+from tests.runtime.checkpoints.quantised.test_fp8 import FP8, quantise, write_config
 from tests.tiny_modules import checkpoint
 
 FAMILIES = ["deepseek-v3", "glm4", "qwen3-next", "qwen3.5"]
@@ -105,6 +108,67 @@ def test_a_dense_network_is_the_modules_only_expert(tmp_path: Path) -> None:
     }
     assert "model.layers.0.self_attn.sinks" in parts(folder, "mtp")
     assert not any("left out" in note for note in notes)
+
+
+def test_two_modules_are_kept_and_the_first_one_drafts(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    checkpoint("deepseek-v3", folder)
+    (path,) = folder.glob("*.safetensors")
+    tensors, config = load_file(path), json.loads((folder / "config.json").read_text())
+    first, second = (f"model.layers.{config['num_hidden_layers'] + n}." for n in range(2))
+    more = {n.replace(first, second): 2 * t for n, t in tensors.items() if n.startswith(first)}
+    save_file(tensors | more, path, metadata={"format": "pt"})
+    config["num_nextn_predict_layers"] = 2
+    (folder / "config.json").write_text(json.dumps(config))
+    manifest, inside, notes = pulled(folder, tmp_path, "bf16")
+    modules = manifest.modules
+    assert modules is not None
+    assert (modules.layers, len(modules.shards())) == (2, 2 * manifest.experts)
+    assert read_manifest(inside) == manifest
+    assert not any("left out" in note for note in notes)
+    own = load_file(inside / "mtp" / "dense.safetensors")
+    norms = [own[f"mtp.{n}.embedding_norm.weight"] for n in range(2)]
+    assert torch.equal(norms[1], 2 * norms[0])
+    blocks = [{n for n in own if n.startswith(f"model.layers.{k}.")} for k in range(2)]
+    assert {n.replace(".0.", ".1.", 1) for n in blocks[0]} == blocks[1] != set()
+    checkpoint("deepseek-v3", tmp_path / "one")
+    alone, place, _ = pulled(tmp_path / "one", tmp_path / "other", "bf16")
+    drafted, text = [], [(7 + 31 * place) % 97 for place in range(24)]
+    for model, where in ((manifest, inside), (alone, place)):
+        with Engine.open(model, where, EngineConfig(context=64), Settings(tmp_path)) as engine:
+            draft = engine.draft
+            assert isinstance(draft, MtpEngine)
+            engine.extend(engine.new_state(), text[:-1])
+            drafted.append(draft.extend(draft.text(text), lambda: False))
+    assert drafted[0] == drafted[1]
+
+
+@pytest.mark.parametrize("tag", ["f32", "q8"])
+def test_modules_in_blocks_of_8_bits(tag: str, tmp_path: Path) -> None:
+    """In DeepSeek-V3's release, matrices of the module's block are FP8, too."""
+    folder = tmp_path / "fp8"
+    layer = checkpoint("deepseek-v3", folder) + 1
+    shutil.copytree(folder, tmp_path / "wide")
+    (path,) = folder.glob("*.safetensors")
+    tensors, meaning = load_file(path), {}
+    for name, tensor in list(tensors.items()):
+        meaning[name] = tensor
+        if name.endswith("_proj.weight") and ("self_attn" in name or ".mlp." in name):
+            raw, scales, meaning[name] = quantise(tensor)
+            tensors |= {name: raw, f"{name}_scale_inv": scales}
+    assert tensors[f"model.layers.{layer}.mlp.experts.0.up_proj.weight"].dtype != torch.float32
+    save_file(tensors, path, metadata={"format": "pt"})
+    save_file(meaning, tmp_path / "wide" / path.name, metadata={"format": "pt"})
+    write_config(folder, quantization_config=FP8)
+    found = []
+    for name in ("fp8", "wide"):
+        manifest, _, notes = pulled(tmp_path / name, tmp_path / f"home-{name}", tag)
+        assert not any("left out" in note for note in notes)
+        assert manifest.modules is not None
+        assert len(manifest.modules.shards()) == manifest.experts
+        weights = [*manifest.files, *manifest.modules.files]
+        found.append({(f.path, f.sha256) for f in weights if f.path.endswith("tensors")})
+    assert found[0] == found[1]
 
 
 def test_mimos_module_as_published() -> None:

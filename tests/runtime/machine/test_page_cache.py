@@ -10,7 +10,7 @@ import pytest
 from moeinf.runtime.machine.page_cache import cached_share
 
 
-def _forget(path: Path) -> None:
+def forget(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     os.fdatasync(descriptor)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -25,7 +25,7 @@ def test_written_forgotten_read(tmp_path: Path) -> None:
     empty.touch()
     assert cached_share([path, other, empty]) == 1.0
     assert cached_share([empty]) == 1.0
-    _forget(path)
+    forget(path)
     if cached_share([path]) == 1.0:
         pytest.skip("this file system keeps its files in memory")
     assert cached_share([path]) == 0.0
