@@ -32,7 +32,7 @@ class ExpertRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types her
         self.by_model: dict[str, Router] = {}
         self._options = kind, seed, band
         self._running: Counter[str] = Counter()  # requests sent from here, by replica
-        # By number, for the last requests. Of one that no replica has taken: the first choice.
+        # By number, for the last requests: the first choice, or None once a replica has taken it.
         self._chosen: OrderedDict[int, tuple[str, Reason] | None] = OrderedDict()
         routing_counts.ROUTERS.add(self)
 
