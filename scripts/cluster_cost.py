@@ -13,7 +13,7 @@ import re
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import defaultdict
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -40,9 +40,9 @@ def disk_mb(package: str) -> float:
     return sum(path.stat().st_blocks * 512 for path in files) / 1e6
 
 
-def memory_mb(server: int) -> Counter[str]:
+def memory_mb(server: int) -> dict[str, float]:
     """Return the Pss of the server's process and of those below it, in MB, by what they are."""
-    found: Counter[str] = Counter()
+    found: defaultdict[str, float] = defaultdict(float)
     for pid in (server, *below(server)):
         with suppress(OSError):
             command = Path(f"/proc/{pid}/cmdline").read_bytes()

@@ -83,7 +83,7 @@ def test_a_killed_replica_costs_no_token_also_of_a_sampled_answer(deployed: Depl
 
     A prompt of one token has no prefix, whose bits in a cache may be others than computed ones.
     """
-    drawn = {"prompt": "a", "temperature": 1}
+    drawn: dict[str, Any] = {"prompt": "a", "temperature": 1}
     found = {seed: streamed(deployed.client, **drawn, seed=seed) for seed in range(7, 12)}
     assert len({text for text, _ in found.values()}) > 1
     seed, (text, lines) = max(found.items(), key=lambda item: len(item[1][1]))

@@ -20,6 +20,8 @@ from moeinf.runtime.sizes import MemorySize
 pytest.importorskip("ray", reason="needs pip install 'moeinf[cluster]'")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Ray's own
+    import ray
+
     from moeinf.server.cluster import launch
     from moeinf.server.cluster.launch import ClusterSettings, waiting_for_memory
 
@@ -88,8 +90,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setenv("RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS", "1")
     monkeypatch.setattr(launch, "_connected", lambda *_, **__: nullcontext())
     monkeypatch.setattr(launch, "_run", run)
-    monkeypatch.setattr(launch.ray, "cluster_resources", lambda: {"moeinf_drive": 2.0})
-    monkeypatch.setattr(launch.ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"moeinf_drive": 2.0})
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
     return found
 
 
