@@ -215,7 +215,7 @@ def serve(
             if cluster.startswith(_CLIENT):
                 _remote(cluster, read, config, server, out)
                 return
-            app = opened.enter_context(_cluster(cluster, read, config, server))
+            app = opened.enter_context(_cluster(cluster, read, config, server, out))
         run_server(settings, server, config, listening, tell, unused_s=unused_s, app=app)
 
 
@@ -229,6 +229,7 @@ def _cluster(
     read: Callable[[], ClusterSettings],
     config: EngineConfig,
     server: ServerSettings,
+    out: Output,
 ) -> AbstractContextManager[Any]:
     """Return the context in which replicas run. read: the options. Raises Usage. Imports Ray."""
     if address not in ("local", "auto"):
@@ -240,7 +241,7 @@ def _cluster(
     settings = read()
     from moeinf.server.cluster.launch import running
 
-    return running(address, config, server, settings)
+    return running(address, config, server, settings, out.note)
 
 
 def _remote(
@@ -262,7 +263,7 @@ def _remote(
     ended = threading.Event()
     before = {number: signal.signal(number, lambda *_: ended.set()) for number in _ENDS}
     try:
-        with deployed(address, config, server, settings) as check:
+        with deployed(address, config, server, settings, out.note) as check:
             where = f"only on {host}" if server.on_loopback else f"in the cluster of {host}"
             out.note(f"listening on http://{server.host}:{server.port} {where} (Ctrl-C ends it)")
             _note_no_key(server, out)

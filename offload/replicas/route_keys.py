@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import accumulate
 from zlib import crc32
 
 import numpy as np
@@ -29,7 +30,8 @@ class RouteKeys:
     """The hashes by which a request is routed.
 
     number: differs for every request. prefixes: digests, the shortest prefix first. grams [G]:
-    distinct and ascending. session: chosen by the client, or empty. model: its name.
+    distinct and ascending. session: chosen by the client, or empty. model: its name. shares: of the
+    prompt's bytes that each prefix has; empty where nothing is published of them.
     """
 
     number: int
@@ -37,11 +39,13 @@ class RouteKeys:
     grams: Grams
     session: str = ""
     model: str = ""
+    shares: tuple[float, ...] = ()
 
 
 def route_keys(number: int, pieces: Sequence[str], session: str = "", model: str = "") -> RouteKeys:
     """Return the hashes of a prompt of these pieces."""
-    return RouteKeys(number, prefixes(pieces), grams(_ends(pieces)), session, model)
+    words = grams(_ends(pieces))
+    return RouteKeys(number, prefixes(pieces), words, session, model, shares(pieces))
 
 
 def prefixes(pieces: Iterable[str]) -> tuple[int, ...]:
@@ -52,6 +56,12 @@ def prefixes(pieces: Iterable[str]) -> tuple[int, ...]:
         digest.update(len(data).to_bytes(8, "little") + data)
         found.append(int.from_bytes(digest.digest(), "little"))
     return tuple(found[-MOST_PREFIXES:])
+
+
+def shares(pieces: Sequence[str]) -> tuple[float, ...]:
+    """Return the share of a prompt's bytes in each of its `prefixes`; the last one is 1."""
+    ends = list(accumulate(len(piece.encode("utf-8", "surrogatepass")) for piece in pieces))
+    return tuple(end / max(1, ends[-1]) for end in ends[-MOST_PREFIXES:])
 
 
 def grams(words: Sequence[str]) -> Grams:

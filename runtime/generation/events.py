@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from moeinf.offload.routing.trace import RequestEam
     from moeinf.runtime.engine.engine import Engine
+    from moeinf.runtime.prefix.tree import Match
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,8 @@ class Request:
     reading: takes the tokens of the prompt that are read, and all, before each chunk is read.
     routed: takes the routing of the request so far after each window of its prompt, and in the end
     with True; None if it is not recorded.
+    stored: takes what the prefix cache holds of the prompt, and the prompt's length in tokens, once
+    the KV of the text is kept.
     """
 
     prepare: Callable[[Engine], list[int]]
@@ -164,4 +167,5 @@ class Request:
     stopped: Callable[[], bool] = lambda: False
     reading: Callable[[int, int], None] = lambda _read, _all: None
     routed: Callable[[RequestEam | None, bool], None] | None = None
+    stored: Callable[[Match, int], None] | None = None
     times: Times = field(default_factory=Times)

@@ -22,6 +22,7 @@ from moeinf.runtime.generation.answer import Answer
 from moeinf.runtime.generation.drafts.draft_gate import DraftStats
 from moeinf.runtime.generation.drafts.lookup import Lookup
 from moeinf.runtime.generation.events import Ended, Request, TokenInfo
+from moeinf.runtime.prefix.cache import PrefixCache
 from moeinf.runtime.sampling.grammar import Constraint
 
 READ_FAILED = ExpertReadError, StageFailed  # a pass that only one of its requests may need
@@ -93,6 +94,16 @@ class Running:
         """Report the routing of the whole request if it wants it."""
         if self.request.routed is not None:
             self.request.routed(eam, True)
+
+    def keep(self, prefixes: PrefixCache) -> None:
+        """Keep the KV of the text; report what is held of its prompt if the request wants it."""
+        state = self.place.state
+        if not self.request.kept or self.request.embed or not isinstance(state, KvCache):
+            return
+        prefixes.keep(state, self.place.reusable)
+        if self.request.stored is not None:
+            prompt = self.answer.history[: self.prompt_tokens]
+            self.request.stored(prefixes.find(prompt), len(prompt))
 
     def next_tokens(self, count: int) -> list[int]:
         """Return the next tokens of the prompt, `count` at most."""

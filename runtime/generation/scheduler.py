@@ -34,7 +34,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeinf.errors import Unavailable
-from moeinf.models.layers.kv_cache import KvCache
 from moeinf.offload.store.expert_store import Stopped
 from moeinf.runtime.checkpoints.finite import check_logits
 from moeinf.runtime.config import PREFILL_CHUNK
@@ -217,14 +216,13 @@ class Scheduler:
 
     def _keep(self, one: Running, ended: bool) -> None:
         """Keep the KV of a request that has left its place; not that of one that failed."""
-        place, prefixes = one.place, self._engine.prefixes
+        prefixes = self._engine.prefixes
         if prefixes is None:
             return
         try:
-            kept = one.request.kept and not one.request.embed
-            if ended and kept and isinstance(place.state, KvCache):
+            if ended:
                 with suppress(MemoryError, RuntimeError):  # torch's word for no memory
-                    prefixes.keep(place.state, place.reusable)
+                    one.keep(prefixes)
         finally:
             prefixes.end()
 

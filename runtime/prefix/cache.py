@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ class PrefixStats:
 
 
 class PrefixCache:
-    """KV by prefix. One thread uses it; `stats` and sizes may be read by others."""
+    """KV by prefix. One thread uses it; others may call `held`, and read `stats` and sizes."""
 
     def __init__(
         self,
@@ -97,6 +97,11 @@ class PrefixCache:
             return self._tree.match(
                 prompt[:-1], self._reproducible, self._layout.recurrent is not None
             )
+
+    def held(self, keys: Iterable[bytes]) -> set[bytes]:
+        """Return those keys whose nodes are in RAM or on disk. Other threads may call this."""
+        with self._changed:
+            return self._tree.nodes.keys() & set(keys)
 
     def restore(self, state: KvCache, match: Match) -> int:
         """Put a prefix into a state that already has the first `state.length` of its tokens.

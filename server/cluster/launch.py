@@ -15,7 +15,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,7 +37,7 @@ from moeinf.runtime.config import (
     read_server_environment,
 )
 from moeinf.runtime.machine.network_home import check_replica_home
-from moeinf.runtime.sizes import MemorySize, parse_memory_or_auto
+from moeinf.runtime.sizes import MemorySize, format_bytes, parse_memory_or_auto
 from moeinf.server.cluster.failures import NoCluster
 from moeinf.server.cluster.ingress import Ingress
 from moeinf.server.cluster.replica import Replica
@@ -136,12 +136,12 @@ class _Actor(Replica):
     """A Replica as Ray Serve makes and ends it."""
 
     async def __init__(  # type: ignore[misc]  # Ray awaits it
-        self, config: EngineConfig, server: ServerSettings, alone: bool
+        self, config: EngineConfig, server: ServerSettings, alone: bool, eams: bool
     ) -> None:
-        """Open the application. alone: no other machine has replicas."""
+        """Open the application. alone: no other machine has replicas. eams: see Replica."""
         if not alone:
             check_replica_home(read_environment().home)
-        super().__init__(config, server)
+        super().__init__(config, server, eams=eams)
         await self.open()
 
     async def __del__(self) -> None:
@@ -185,17 +185,21 @@ def deployment(
             ),
             **scale,
         )
-        .bind(config, server, alone)
+        .bind(config, server, alone, settings.router == "experts")
     )
 
 
 @contextmanager
 def running(
-    address: str, config: EngineConfig, server: ServerSettings, settings: ClusterSettings
+    address: str,
+    config: EngineConfig,
+    server: ServerSettings,
+    settings: ClusterSettings,
+    note: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Ingress]:
     """Run replicas while the context lasts, in a new cluster (`local`) or in one that runs.
 
-    Raises NoCluster.
+    note: takes what the user should know meanwhile. Raises NoCluster.
     """
     local = address == "local"
     more: dict[str, Any] = {}
@@ -207,14 +211,18 @@ def running(
         more["resources"] = {DRIVE: 1.0}
     with _connected(address, **more):
         if not local:
-            settings = replace(settings, drives=drives_of(settings, ray.cluster_resources()))
+            settings = _placed(settings, note)
         replicas = deployment(config, server, settings, alone=local)
         yield Ingress(_run(address, replicas, None), server, settings.retry)
 
 
 @contextmanager
 def deployed(
-    address: str, config: EngineConfig, server: ServerSettings, settings: ClusterSettings
+    address: str,
+    config: EngineConfig,
+    server: ServerSettings,
+    settings: ClusterSettings,
+    note: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Callable[[], None]]:
     """Run the whole application in the cluster of `address` (ray://HOST:PORT) while this lasts.
 
@@ -222,7 +230,7 @@ def deployed(
     server.port. Yields what raises NoCluster once the cluster has gone. Raises NoCluster.
     """
     with _connected(address):
-        settings = replace(settings, drives=drives_of(settings, ray.cluster_resources()))
+        settings = _placed(settings, note)
         serve.start(
             proxy_location="HeadOnly", http_options={"host": server.host, "port": server.port}
         )
@@ -283,6 +291,23 @@ def _why(error: RuntimeError) -> str:
         name, _, words = lines[-1].strip().partition(": ")
         return words if name.startswith("moeinf.") else f"{name}: {words}"
     return str(error)
+
+
+def _placed(settings: ClusterSettings, note: Callable[[str], None]) -> ClusterSettings:
+    """Return the settings with each replica's part of a drive. Note replicas that have to wait."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if waiting := waiting_for_memory(settings, [node.get("memory", 0.0) for node in nodes]):
+        size = format_bytes(settings.memory_bytes)
+        note(f"{waiting} of {settings.min_replicas} replicas wait for a node with {size} of memory")
+    return replace(settings, drives=drives_of(settings, ray.cluster_resources()))
+
+
+def waiting_for_memory(settings: ClusterSettings, nodes: Iterable[float]) -> int:
+    """Return how many of the least number of replicas the nodes' `memory` (bytes) cannot hold."""
+    if not settings.memory_bytes:
+        return 0
+    fit = sum(int(memory // settings.memory_bytes) for memory in nodes)
+    return max(0, settings.min_replicas - fit)
 
 
 def drives_of(settings: ClusterSettings, resources: dict[str, float]) -> float:

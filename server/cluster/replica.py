@@ -7,13 +7,13 @@ answer. So every endpoint, stream and error is the one of a single machine.
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, MutableMapping
+from collections.abc import AsyncIterator, Callable, Iterator, MutableMapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
-from weakref import ReferenceType, ref
 
 import numpy as np
 
@@ -23,8 +23,9 @@ from moeinf.offload.routing.trace import RequestEam
 from moeinf.runtime.config import EngineConfig, ServerSettings, read_environment
 from moeinf.runtime.machine.memory import keep_heap_small
 from moeinf.runtime.names import BadName, parse_name
+from moeinf.runtime.prefix.tree import BLOCK, Match
 from moeinf.server.app import create_app
-from moeinf.server.engines.jobs import ROUTED
+from moeinf.server.engines.jobs import ROUTED, STORED
 from moeinf.server.engines.model_manager import Loaded
 
 _MOST_PREFIXES = 1 << 12  # published per model
@@ -35,58 +36,83 @@ _QUEUE = 64  # messages of an answer that the ingress has not taken
 
 
 class _Model:
-    """The state to publish about one model, under the name that clients use."""
+    """The state to publish about one model, under the name that clients use. Threads share it."""
 
     def __init__(self) -> None:
-        self.prefixes: OrderedDict[int, None] = OrderedDict()
-        self.observed: OrderedDict[int, Observed] = OrderedDict()  # by request; two threads use it
+        self._nodes: OrderedDict[int, bytes] = OrderedDict()  # by prefix: where its KV ends
+        self._observed: OrderedDict[int, Observed] = OrderedDict()  # by request
         self._lock = threading.Lock()
-        self._worker: ReferenceType[Any] | None = None  # when it changes, its KV is gone
         self.number = 0
 
-    def ended(self, keys: RouteKeys) -> None:
-        """Note that the KV of a request's prompt is here."""
-        for digest in keys.prefixes:
-            self.prefixes[digest] = None
-            self.prefixes.move_to_end(digest)
-        while len(self.prefixes) > _MOST_PREFIXES:
-            self.prefixes.popitem(last=False)
+    def stored(self, keys: RouteKeys, found: Match, tokens: int) -> None:
+        """Note the nodes that hold the prefixes of a prompt. The engine's thread calls this."""
+        with self._lock:
+            for digest, node in ends(keys, found, tokens):
+                self._nodes[digest] = node
+                self._nodes.move_to_end(digest)
+            while len(self._nodes) > _MOST_PREFIXES:
+                self._nodes.popitem(last=False)
 
     def routed(self, keys: RouteKeys, eam: RequestEam | None, ended: bool) -> None:
         """Note a request's routing so far, or in the end. The engine's thread calls this."""
         if eam is None:
             return
         with self._lock:
-            self.observed[keys.number] = Observed(keys.number, eam.prefill + eam.decode, ended)
-            while len(self.observed) > _MOST_OBSERVED:
-                self.observed.popitem(last=False)
+            self._observed[keys.number] = Observed(keys.number, eam.prefill + eam.decode, ended)
+            while len(self._observed) > _MOST_OBSERVED:
+                self._observed.popitem(last=False)
 
     def publish(self, loaded: Loaded) -> Published | None:
-        """Return what is to be known about the model; None while it has no engine."""
+        """Return what is to be known about the model; None while it has no engine.
+
+        A prefix whose node has left the prefix cache is left out. After a new load only what is on
+        disk is held.
+        """
         engine = loaded.worker.engine
         if engine is None:
             return None
-        moved = self._worker is not None and self._worker() is not loaded.worker
-        if moved or engine.prefixes is None:
-            self.prefixes.clear()
-        self._worker = ref(loaded.worker)
         table = engine.store.host.table
         with self._lock:
-            observed = tuple(self.observed.values())
-            self.observed.clear()
+            observed = tuple(self._observed.values())
+            self._observed.clear()
+            nodes = dict(self._nodes)
+        held = set() if engine.prefixes is None else engine.prefixes.held(nodes.values())
+        prefixes = frozenset(digest for digest, node in nodes.items() if node in held)
         self.number += 1
-        cells = np.arange(table.cells)
-        return Published(self.number, table.resident(cells), frozenset(self.prefixes), observed)
+        return Published(self.number, table.resident(np.arange(table.cells)), prefixes, observed)
+
+
+def ends(keys: RouteKeys, found: Match, tokens: int) -> Iterator[tuple[int, bytes]]:
+    """Yield each prefix of a prompt that is held to a block, and the key of the node it ends in.
+
+    found: what the prefix cache holds of the prompt's `tokens`, which are taken to be spread evenly
+    over its bytes. A recurrent model continues only from a snapshot, which is the last node.
+    """
+    for digest, share in zip(keys.prefixes, keys.shares, strict=False):
+        end = max(1, math.ceil(share * tokens))
+        if not found.path or end - found.tokens >= BLOCK:
+            continue
+        node = found.path[min(math.ceil(end / BLOCK), len(found.path)) - 1]
+        if node.snapshot or not found.path[-1].snapshot:
+            yield digest, node.key
 
 
 class Replica:
     """The application of one replica. `open` it, and `close` it after its last answer."""
 
     def __init__(
-        self, config: EngineConfig, server: ServerSettings, say: Callable[[str], None] = print
+        self,
+        config: EngineConfig,
+        server: ServerSettings,
+        say: Callable[[str], None] = print,
+        eams: bool = True,
     ) -> None:
-        """Build the application, without a model. Its folder is that of the machine it runs on."""
+        """Build the application, without a model. Its folder is that of the machine it runs on.
+
+        eams: publish the EAMs of requests. Only the router `experts` reads them.
+        """
         keep_heap_small()
+        self._eams = eams
         # The ingress has checked key, origin and host.
         inner = replace(server, api_key=None, origins=("*",))
         self._app = create_app(read_environment(), inner, config, say)
@@ -116,10 +142,11 @@ class Replica:
 
         async def run() -> None:
             model = self._model(keys.model)
-            ROUTED.set(lambda eam, ended: model.routed(keys, eam, ended))
+            if self._eams:
+                ROUTED.set(lambda eam, ended: model.routed(keys, eam, ended))
+            STORED.set(lambda found, tokens: model.stored(keys, found, tokens))
             try:
                 await self._app({**scope, "state": {}}, receive, messages.put)
-                model.ended(keys)
             finally:
                 await messages.put(None)
 

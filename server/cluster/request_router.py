@@ -9,16 +9,17 @@ constraints.txt pins its version.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from moeinf.offload.replicas.names import DEFAULT_ROUTER, RouterName
 from moeinf.offload.replicas.route_keys import RouteKeys
-from moeinf.offload.replicas.router import BAND, Candidate, Published, Router
+from moeinf.offload.replicas.router import BAND, Candidate, Published, Reason, Router
 from moeinf.server.cluster import routing_counts
 
 _MOST_MODELS = 64
-_MOST_COUNTED = 1 << 10
+_MOST_NUMBERS = 1 << 10
 
 
 class ExpertRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types here
@@ -31,7 +32,8 @@ class ExpertRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types her
         self.by_model: dict[str, Router] = {}
         self._options = kind, seed, band
         self._running: Counter[str] = Counter()  # requests sent from here, by replica
-        self._counted: OrderedDict[int, None] = OrderedDict()  # numbers of the last requests
+        # By number, for the last requests: the first choice, or None once a replica has taken it.
+        self._chosen: OrderedDict[int, tuple[str, Reason] | None] = OrderedDict()
         routing_counts.ROUTERS.add(self)
 
     async def choose_replicas(
@@ -46,14 +48,31 @@ class ExpertRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types her
         if not isinstance(keys, RouteKeys):
             return [candidate_replicas]
         candidates = [self._candidate(keys.model, replica) for replica in candidate_replicas]
-        router = self._router(keys.model)
-        choice = router.choose(keys, candidates)
-        if keys.number not in self._counted:  # else it is routed again, after a failure
-            router.sent(keys, candidates[choice.order[0]].name, choice.reason)
-            self._counted[keys.number] = None
-            if len(self._counted) > _MOST_COUNTED:
-                self._counted.popitem(last=False)
+        choice = self._router(keys.model).choose(keys, candidates)
+        first = candidates[choice.order[0]].name, choice.reason
+        if self._chosen.get(keys.number, first) is not None:
+            self._chosen[keys.number] = first
+        if len(self._chosen) > _MOST_NUMBERS:
+            self._chosen.popitem(last=False)
         return [[candidate_replicas[place]] for place in choice.order]
+
+    def on_request_routed(
+        self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
+    ) -> None:
+        """Count what decided, and note what the replica that took the request has. Ray calls this.
+
+        A request that is sent again after a failure counts once. Where the first choice was full,
+        the load decided.
+        """
+        keys = pending_request.kwargs.get("keys")
+        first = self._chosen.get(keys.number) if isinstance(keys, RouteKeys) else None
+        if first is None:
+            return
+        self._chosen[keys.number] = None
+        (name, reason), taken = first, replica_id.unique_id
+        if name != taken and reason in ("prefix", "experts"):
+            reason = "load"
+        self._router(keys.model).sent(keys, taken, reason)
 
     def on_send_request(self, replica_id: ReplicaID) -> None:
         """Count a request that is sent. Ray calls this."""

@@ -14,13 +14,17 @@ from moeinf.runtime.generation.events import Reading, Request
 
 if TYPE_CHECKING:
     from moeinf.offload.routing.trace import RequestEam
+    from moeinf.runtime.prefix.tree import Match
 
     Routed = Callable[[RequestEam | None, bool], None]
+    Stored = Callable[[Match, int], None]
 
 QUIET_S = 1.0  # a prompt that is read sooner is not reported
 EVERY_S = 0.5  # the time between two reports
-# Takes the routing of the jobs that are made in this context, on the engine's thread.
+# Take the routing and the kept KV of the jobs that are made in this context (see Request). The
+# engine's thread calls them.
 ROUTED: ContextVar[Routed | None] = ContextVar("routed", default=None)
+STORED: ContextVar[Stored | None] = ContextVar("stored", default=None)
 
 
 class Busy(Unavailable, RuntimeError):
@@ -55,6 +59,8 @@ class Job(Request):
         self.reading = self._read
         if (routed := ROUTED.get()) is not None:
             self.routed = routed
+        if (stored := STORED.get()) is not None:
+            self.stored = stored
 
     def _read(self, read: int, tokens: int) -> None:
         """Note that `read` of the prompt's tokens are in the KV cache."""

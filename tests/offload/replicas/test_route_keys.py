@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from moeinf.offload.replicas.route_keys import MOST_PREFIXES, grams, prefixes, route_keys
+from moeinf.offload.replicas.route_keys import (
+    MOST_PREFIXES,
+    grams,
+    prefixes,
+    route_keys,
+    shares,
+)
 
 
 def test_prompts_share_the_prefixes_of_their_common_pieces() -> None:
@@ -35,8 +41,16 @@ def test_a_long_prompt_keeps_its_ends_and_its_longest_prefixes() -> None:
     assert last in found.grams
     assert middle not in found.grams
     assert found.prefixes == prefixes(pieces)
-    assert len(found.prefixes) == MOST_PREFIXES
+    assert len(found.prefixes) == len(found.shares) == MOST_PREFIXES
+    assert found.shares[-1] == 1
+    assert found.shares[0] < found.shares[1]
     assert (found.number, found.session, found.model) == (7, "session", "model")
+
+
+def test_shares_count_bytes() -> None:
+    assert shares(["ab", "é", "1234"]) == (0.25, 0.5, 1)
+    assert shares(["", ""]) == (0, 0)
+    assert shares([]) == ()
 
 
 def test_text_of_any_kind_is_hashed() -> None:

@@ -106,6 +106,27 @@ def test_it_returns_after_a_new_start(open_here: OpenHere, folder: Path) -> None
         engine.close()
 
 
+@pytest.mark.parametrize("disk_bytes", [0, 4 << 30])
+def test_others_learn_what_is_still_held(disk_bytes: int, open_here: OpenHere, home: Path) -> None:
+    """A node leaves RAM: it is held only where its file is there."""
+    manifest, _ = Library(Settings(home)).read("demo:bf16")
+    engine = open_here(prefix=PrefixBudget(600 * manifest.kv_bytes_per_token, disk_bytes))
+    prefixes = engine.prefixes
+    assert prefixes is not None
+    asked(engine, SYSTEM)
+    path = prefixes.find(SYSTEM).path
+    keys = [node.key for node in path]
+    assert len(keys) == 2
+    assert prefixes.held([*keys, b"other"]) == set(keys)
+    until = time.monotonic() + 20
+    while disk_bytes and not all(node.on_disk for node in path):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    asked(engine, OTHER)
+    assert None in [node.data for node in path]
+    assert prefixes.held(keys) == set(keys if disk_bytes else keys[:1])
+
+
 def test_the_second_use_keeps_it_in_ram(open_here: OpenHere) -> None:
     engine = open_here()
     asked(engine, SYSTEM)

@@ -14,8 +14,8 @@ from typing import Any
 
 import httpx
 
-from tests.server.cluster.clients import streamed
-from tests.server.cluster.two_nodes import ticks
+from tests.server.cluster.clients import killed, metric, streamed
+from tests.server.cluster.two_nodes import REPLICA, ticks
 
 PROGRAM = "from moeinf.cli.entry import main; main()"
 
@@ -42,8 +42,7 @@ class Cluster:
 
     def metric(self, pattern: str) -> float:
         """Return the sum of the samples of /metrics that match."""
-        lines = self.client.get("/metrics").text.splitlines()
-        return sum(float(line.rpartition(" ")[2]) for line in lines if re.match(pattern, line))
+        return metric(self.client, pattern)
 
     def replicas(self) -> dict[int, int]:
         """Return the clock ticks that each replica's process has spent, by its number."""
@@ -51,21 +50,16 @@ class Cluster:
         for folder in Path("/proc").iterdir():
             with suppress(OSError, ValueError):
                 pid = int(folder.name)
-                ours = b"ServeReplica:moeinf" in (folder / "cmdline").read_bytes()
+                ours = REPLICA in (folder / "cmdline").read_bytes()
                 if ours and self.process.pid in _ancestors(pid):
                     found[pid] = ticks(pid)
         return found
 
     def long_answer(self, kill_after: int = 0) -> tuple[str, list[str]]:
         """Return the text and the lines of a stream; kill its replica after so many lines."""
-        before = self.replicas()
-
-        def each(count: int) -> None:
-            if kill_after and count == kill_after:
-                spent = {pid: ticks - before[pid] for pid, ticks in self.replicas().items()}
-                os.kill(max(spent, key=spent.__getitem__), signal.SIGKILL)
-
-        return streamed(self.client, each)
+        if not kill_after:
+            return streamed(self.client)
+        return killed(self.client, self.replicas, kill_after)
 
     def close(self) -> int:
         self.client.close()

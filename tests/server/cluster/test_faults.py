@@ -20,7 +20,7 @@ import pytest
 
 pytest.importorskip("ray", reason="needs pip install 'moeinf[cluster]'")
 
-from tests.server.cluster.clients import LONG, streamed, text_of, whole
+from tests.server.cluster.clients import LONG, killed, leave, streamed, text_of, whole
 from tests.server.cluster.two_nodes import GCS_S, HEALTH_S, TwoNodes, ticks, usable
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(240), pytest.mark.linux("reads /proc")]
@@ -37,10 +37,13 @@ def nodes(demo_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 def test_a_client_of_ray_deploys_what_the_head_serves(nodes: TwoNodes) -> None:
-    with nodes.remote("--memory", "50%") as client:
+    with nodes.remote("--memory", "50%", "--retry") as client:
         text, lines = streamed(client)
         assert whole(lines)
         assert len(text) == 400
+        leave(client)
+        rest, again = killed(client, nodes.spent, after=40)
+        assert (rest, len(again), whole(again)) == (text, len(lines), True)
         assert client.post("/api/show", json={"model": "none"}).json()["code"] == "model_not_found"
     until = time.monotonic() + 20
     while nodes.replicas():
@@ -70,7 +73,7 @@ def ask(
 
 def all_ask(nodes: TwoNodes, expected: tuple[str, int]) -> dict[str, int]:
     """Let all clients ask at once; return the clock ticks that each node's replica has spent."""
-    before = {pid: ticks(pid) for pid in nodes.replicas()}
+    before = nodes.spent()
     with ThreadPoolExecutor(CLIENTS) as pool:
         list(pool.map(lambda _: ask(nodes, expected), range(CLIENTS)))
     return {node: ticks(pid) - before[pid] for pid, node in nodes.replicas().items()}

@@ -27,6 +27,7 @@ import httpx
 HEALTH_S = 2.0  # shorter than in a real cluster: a test waits for it
 GCS_S = 6  # the same for Ray's own time without its head
 DISK = "64m"
+REPLICA = b"ServeReplica:moeinf:replica"  # in the title of a replica's process
 _START_S = 120.0
 _SERVE = (
     "import moeinf.server.cluster.launch as launch; "
@@ -156,7 +157,7 @@ class TwoNodes:
         return process  # type: ignore[no-any-return]
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
-        groups = {process.pid} | set(_below(process.pid))
+        groups = {process.pid} | set(below(process.pid))
         for pid in groups:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -188,17 +189,21 @@ class TwoNodes:
         """Return the replicas' processes, and the node of each: `here` or `there`."""
         found = {}
         for node, process in (("here", self.head), ("there", self.second)):
-            for pid in _below(process.pid):
+            for pid in below(process.pid):
                 with suppress(OSError):
-                    if b"ServeReplica:moeinf" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    if REPLICA in Path(f"/proc/{pid}/cmdline").read_bytes():
                         found[pid] = node
         return found
+
+    def spent(self) -> dict[int, int]:
+        """Return the clock ticks that each replica's process has spent."""
+        return {pid: ticks(pid) for pid in self.replicas()}
 
     def gcs(self) -> int:
         """Return the process that is the head of the cluster."""
         (found,) = (
             pid
-            for pid in _below(self.head.pid)
+            for pid in below(self.head.pid)
             if Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].endswith(b"/gcs_server")
         )
         return found
@@ -227,13 +232,13 @@ def _answers(host: str, port: int) -> bool:
     return True
 
 
-def _below(pid: int) -> list[int]:
+def below(pid: int) -> list[int]:
     """Return the processes that a process has started, and those that they have."""
     found = list[int]()
     with suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
             for child in (task / "children").read_text().split():
-                found += [int(child), *_below(int(child))]
+                found += [int(child), *below(int(child))]
     return found
 
 
