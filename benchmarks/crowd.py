@@ -1,7 +1,8 @@
 """python -m benchmarks.crowd: tokens per second of streams while many other clients are connected.
 
 Some clients stream the same answers, one after the other, on both sides. On one side the server
-also has connections that send nothing, and pages that watch the experts (`/api/experts?stream=1`).
+also has connections that send nothing, and open pages: each watches the experts
+(`/api/experts?stream=1`) and asks every 5 s which models there are and which are loaded.
 Sides take turns, and a ratio is taken within one round. The clients run on the same machine: what
 their own reading costs counts against the server. Its processor time per token is measured, too,
 because other work on the machine changes it less.
@@ -13,6 +14,7 @@ import argparse
 import asyncio
 import json
 import os
+import re
 import statistics
 import sys
 import time
@@ -29,6 +31,8 @@ from moeinf.runtime.config import read_environment
 from moeinf.runtime.jobs.bench import machine
 
 _CONTEXT = "1024"
+_LOOK_S = 5.0  # between two looks of a page, as in app.js
+_LOOKS = ("/api/tags", "/api/ps")
 
 
 @asynccontextmanager
@@ -75,12 +79,39 @@ async def stream(address: str, tasks: Sequence[Result]) -> int:
     return tokens
 
 
+async def page(address: str, model: str, frames: list[int], looks: list[int]) -> None:
+    """Do what an open page does, until cancelled, and count the lines and the looks."""
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(watch(address, model, frames))
+        tasks.create_task(look(address, looks))
+
+
 async def watch(address: str, model: str, frames: list[int]) -> None:
     """Watch the experts until cancelled, and count the lines."""
     async with connected(address) as (reader, writer):
         writer.write(request("GET", f"/api/experts?stream=1&model={model}"))
         async for _ in lines_of(reader):
             frames[0] += 1
+
+
+async def look(address: str, looks: list[int]) -> None:
+    """Ask for the models until cancelled, and count how often."""
+    async with connected(address) as (reader, writer):
+        while True:
+            for path in _LOOKS:
+                writer.write(request("GET", path))
+                await whole(reader)
+            looks[0] += 1
+            await asyncio.sleep(_LOOK_S)
+
+
+async def whole(reader: asyncio.StreamReader) -> bytes:
+    """Return the body of an answer of known length. Raises RuntimeError for another status."""
+    head = (await reader.readuntil(b"\r\n\r\n")).lower()
+    length = re.search(rb"\r\ncontent-length: (\d+)", head)
+    if b" 200 " not in head.split(b"\r\n", 1)[0] or length is None:
+        raise RuntimeError(head.decode("latin-1"))
+    return await reader.readexactly(int(length[1]))
 
 
 @dataclass(frozen=True)
@@ -91,6 +122,7 @@ class Side:
     seconds: float
     cpu_ms: float
     frames: int
+    looks: int
 
     @property
     def rate(self) -> float:
@@ -101,12 +133,12 @@ async def side(
     server: Server, model: str, tasks: Sequence[Result], o: argparse.Namespace, crowd: bool
 ) -> Side:
     """Let every stream do all tasks, in an order of its own, among the crowd or alone."""
-    frames, address = [0], server.address
+    frames, looks, address = [0], [0], server.address
     async with AsyncExitStack() as opened:
         for _ in range(o.idle if crowd else 0):
             await opened.enter_async_context(connected(address))
         watchers = [
-            asyncio.create_task(watch(address, model, frames))
+            asyncio.create_task(page(address, model, frames, looks))
             for _ in range(o.watchers if crowd else 0)
         ]
         spent, begin = cpu_seconds(server), time.perf_counter()
@@ -119,7 +151,7 @@ async def side(
                 watcher.result()  # an error of its own
             watcher.cancel()
         await asyncio.gather(*watchers, return_exceptions=True)
-    return Side(sum(counts), seconds, spent / sum(counts) * 1e3, frames[0])
+    return Side(sum(counts), seconds, spent / sum(counts) * 1e3, frames[0], looks[0])
 
 
 def cpu_seconds(server: Server) -> float:
@@ -145,13 +177,12 @@ def measure(home: Path, model: str, o: argparse.Namespace) -> Result:
                 sides[crowd].append(asyncio.run(side(server, model, tasks, o, crowd)))
     alone, crowded = sides[False], sides[True]
     assert {one.tokens for one in alone} == {one.tokens for one in crowded}, "an answer differs"
-    seconds = sum(one.seconds for one in crowded)
+    watched = max(1, o.watchers) * sum(one.seconds for one in crowded)
     return {
         "tokens_per_s": _both([one.rate for one in alone], [one.rate for one in crowded]),
         "cpu_ms_per_token": _both([one.cpu_ms for one in alone], [one.cpu_ms for one in crowded]),
-        "frames_per_watcher_and_s": round(
-            sum(one.frames for one in crowded) / max(1, o.watchers) / seconds, 2
-        ),
+        "frames_per_watcher_and_s": round(sum(one.frames for one in crowded) / watched, 2),
+        "looks_per_watcher_and_s": round(sum(one.looks for one in crowded) / watched, 2),
         "tokens_of_a_side": alone[0].tokens,
         "streams": o.streams,
         "idle": o.idle,
@@ -186,7 +217,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--tag", default="q4", help="of a shape; the demo's is bf16")
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--idle", type=int, default=200, help="connections that send nothing")
-    parser.add_argument("--watchers", type=int, default=5, help="of /api/experts?stream=1")
+    parser.add_argument("--watchers", type=int, default=5, help="open pages")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--tasks", type=int, default=16, help="answers of a stream in a round")
     parser.add_argument("--tokens", type=int, default=256, help="of an answer, at most")

@@ -36,8 +36,8 @@ _BEGIN = """# The HTTP API
 
 - Answers have the fields of Ollama's, OpenAI's and Anthropic's APIs. An error is
   `{"error", "code"}` under `/api`, `{"error": {"message", "type", "param", "code"}}` under `/v1`,
-  and `{"type": "error", "error": {"type", "message", "details": {"error_code"}}}` under
-  `/v1/messages`.
+  and `{"type": "error", "error": {"type", "message", "details": {"error_code"}}, "request_id"}`
+  under `/v1/messages`.
 - A field without a default is required. A null counts as not given. [server.md](server.md) says
   which other fields are ignored or refused.
 - A body has at most 8 MiB and nests at most 100 levels deep. All bodies in flight have 64 MiB

@@ -21,6 +21,7 @@ from ray.serve.handle import DeploymentHandle
 
 from moeinf.errors import MoeinfError, as_moeinf
 from moeinf.runtime.config import ServerSettings
+from moeinf.server.api.messages.answer import RequestIds
 from moeinf.server.app import document_of
 from moeinf.server.cluster.failures import ReplicaLost
 from moeinf.server.cluster.request_keys import keys_of, repeatable
@@ -40,7 +41,8 @@ class Ingress:
     def __init__(self, handle: DeploymentHandle, server: ServerSettings, retry: bool) -> None:
         self._handle = handle.options(stream=True)
         self._retry = retry
-        self._guarded = Guard(self._pass, settings=server, document=document_of, uploads=False)
+        guard = Guard(self._pass, settings=server, document=document_of, uploads=False)
+        self._guarded = RequestIds(guard)
         self._registry = CollectorRegistry()
         self._registry.register(RoutingCounts())
         self.state = SimpleNamespace(host=SimpleNamespace(in_use=True, stuck=False))
@@ -178,7 +180,7 @@ async def _break(scope: Any, send: Any, told: MoeinfError, started: bool) -> Non
     if not started:
         await _refuse(scope, send, told)
         return
-    path, line = scope["path"], dump(document_of(scope["path"], told)).encode()
+    path, line = scope["path"], dump(document_of(scope, told)).encode()
     if path.startswith("/v1/messages"):
         line = b"event: error\ndata: " + line + b"\n"
     elif path.startswith("/v1/"):
@@ -187,7 +189,7 @@ async def _break(scope: Any, send: Any, told: MoeinfError, started: bool) -> Non
 
 
 async def _refuse(scope: Any, send: Any, error: MoeinfError) -> None:
-    body = dump(document_of(scope["path"], error)).encode()
+    body = dump(document_of(scope, error)).encode()
     await _answer(send, error.http_status, b"application/json", body)
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -45,7 +45,7 @@ _PAGE = "/page/"  # the same: files without secrets; the page itself asks for th
 class Guard:
     """Wrap an ASGI app.
 
-    document: returns an error's JSON in the form of the path's API. uploads: whether the app writes
+    document: returns an error's JSON in the form of a scope's API. uploads: whether the app writes
     a long upload to the disk as it comes; else an upload is as short as any body.
     """
 
@@ -53,7 +53,7 @@ class Guard:
         self,
         app: Any,
         settings: ServerSettings,
-        document: Callable[[str, MoeinfError], dict[str, Any]],
+        document: Callable[[Mapping[str, Any], MoeinfError], dict[str, Any]],
         uploads: bool = True,
     ) -> None:
         self._app = app
@@ -75,7 +75,7 @@ class Guard:
         }
         refusal = self._refusal(scope, headers)
         if refusal is not None:
-            await _refuse(send, refusal, self._document(scope["path"], refusal))
+            await _refuse(send, refusal, self._document(scope, refusal))
             return
         # `curl -d` and some clients of Ollama send JSON as a form.
         others = [pair for pair in scope["headers"] if pair[0].lower() != b"content-type"]

@@ -19,11 +19,12 @@ _KINDS = {"css": "text/css", "html": "text/html", "js": "text/javascript"}
 _NAMES = (
     INDEX, "app.js", "ask.js", "branches.js", "charts.js", "chat.js", "experts.js", "heatmap.js",
     "history.js", "markdown.js", "models.js", "page.css", "panes.css", "parts.js", "plan.js",
-    "shell.js",
+    "shell.js", "storage.js",
 )  # fmt: skip
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' "
-    "data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    "data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'"
 )
 _HEADERS = {
     "Cache-Control": "no-cache",

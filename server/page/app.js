@@ -3,6 +3,7 @@
 import * as chat from "./chat.js";
 import * as experts from "./experts.js";
 import * as models from "./models.js";
+import { hasFiles } from "./parts.js";
 import { shellOf } from "./shell.js";
 
 const LOOK_MS = 5000; // between two looks at what is loaded
@@ -13,8 +14,9 @@ const mounted = {};
 let current = null;
 
 function show() {
-  const name = Object.hasOwn(PANES, location.hash.slice(1)) ? location.hash.slice(1) : "chat";
-  if (name === current) return;
+  const named = location.hash.slice(1) || "chat", known = Object.hasOwn(PANES, named);
+  if (named === current || (current && !known)) return;
+  const name = known ? named : "chat";
   if (current) {
     find(`pane-${current}`).hidden = true;
     mounted[current].hide();
@@ -36,8 +38,21 @@ async function look() {
   setTimeout(look, LOOK_MS);
 }
 
+// Move the focus, and leave the address, which names the pane.
+document.querySelector(".skip").addEventListener("click", (event) => {
+  event.preventDefault();
+  find("main").focus();
+});
+// A file that is dropped beside the chat would replace the page.
+for (const kind of ["dragover", "drop"]) {
+  window.addEventListener(kind, (event) => {
+    if (event.defaultPrevented || !hasFiles(event)) return;
+    event.preventDefault();
+    event.dataTransfer.dropEffect = "none";
+  });
+}
 window.addEventListener("hashchange", show);
-document.addEventListener("visibilitychange", () => document.hidden || shell.refresh());
+document.addEventListener("visibilitychange", () => document.hidden || shell.refresh(false));
 document.addEventListener("models-changed", () => shell.refresh());
 await shell.refresh();
 show();

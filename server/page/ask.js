@@ -1,6 +1,7 @@
 // What goes with a question: system prompt, sampling, a schema, and files.
 
-import { bytes, el } from "./parts.js";
+import { bytes, el, hasFiles } from "./parts.js";
+import * as storage from "./storage.js";
 
 const KEY = "moeinf-settings";
 const MOST_FILE = 512 << 10; // bytes of one text file
@@ -12,7 +13,7 @@ const NUMBERS = [
 
 // Return the settings' form: its node, `problem()`, and `options()`, `system()`, `format()` of the next request.
 export function settings() {
-  const kept = JSON.parse(localStorage.getItem(KEY) ?? "{}");
+  const kept = storage.getObject("localStorage", KEY);
   const system = el("textarea", { rows: "3", placeholder: "You are …" });
   const schema = el("textarea", { rows: "3", spellcheck: "false", placeholder: "{\"type\": \"object\", …} or json" });
   const wrong = el("p", { class: "bad", role: "alert" });
@@ -28,7 +29,8 @@ export function settings() {
     el("label", {}, "Answer in JSON: a schema", schema), wrong);
   node.addEventListener("change", () => {
     const values = Object.fromEntries(inputs.map(([name, input]) => [name, input.value]));
-    localStorage.setItem(KEY, JSON.stringify({ ...values, system: system.value, schema: schema.value }));
+    const texts = { system: system.value, schema: schema.value };
+    storage.set("localStorage", KEY, JSON.stringify({ ...values, ...texts }));
     wrong.textContent = "";
   });
 
@@ -65,16 +67,18 @@ export function attachments(target, tell) {
   const files = [];
   let reading = Promise.resolve();
   const list = el("ul", { class: "files", "aria-label": "Files to send" });
-  const choose = el("input", { type: "file", multiple: true, class: "unseen", id: "files", tabindex: "-1" });
+  const choose = el("input", { type: "file", multiple: true, hidden: true, id: "files" }); // the button opens it
   const button = el("button", { type: "button", text: "File", title: "Send a text file with the question" });
   button.addEventListener("click", () => choose.click());
   choose.addEventListener("change", () => { add(choose.files); choose.value = ""; });
   target.addEventListener("dragover", (event) => {
+    if (!hasFiles(event)) return;
     event.preventDefault();
     target.classList.add("over");
   });
   target.addEventListener("dragleave", () => target.classList.remove("over"));
   target.addEventListener("drop", (event) => {
+    if (!hasFiles(event)) return;
     event.preventDefault();
     target.classList.remove("over");
     add(event.dataTransfer.files);
@@ -104,7 +108,11 @@ export function attachments(target, tell) {
   function draw() {
     list.replaceChildren(...files.map((file, at) => {
       const drop = el("button", { type: "button", "aria-label": `Remove ${file.name}`, text: "×" });
-      drop.addEventListener("click", () => { files.splice(at, 1); draw(); });
+      drop.addEventListener("click", () => {
+        files.splice(at, 1);
+        draw();
+        (list.querySelectorAll("button")[Math.min(at, files.length - 1)] ?? button).focus();
+      });
       return el("li", {}, `${file.name} (${bytes(new Blob([file.text]).size)})`, drop);
     }));
   }

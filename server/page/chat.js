@@ -28,6 +28,7 @@ export function mount(section, shell) {
   const ask = confirmation("chats-asked");
   section.append(el("div", { class: "bar" }, fresh, past), said, told, form, ask.node);
   const unfolded = new WeakSet(); // the messages whose thinking the user has opened
+  const drafts = new WeakMap(); // changed questions that are not asked yet, by their messages
   let talk = tree.conversation(shell.model()), control = null;
 
   function open(other) {
@@ -51,7 +52,9 @@ export function mount(section, shell) {
   // Return whether a question can be asked now; say why not.
   function ready() {
     if (control) return false;
-    told.textContent = shell.model() ? chosen.problem() : "There is no model yet: Models can pull one.";
+    if (!shell.model()) shell.refresh(); // which may ask for the key
+    told.textContent = shell.model() ? chosen.problem()
+      : shell.problem() || "There is no model yet: Models can pull one.";
     return !told.textContent;
   }
 
@@ -126,14 +129,20 @@ export function mount(section, shell) {
 
   // Let the user change a question; its old version stays as another branch.
   function edit(node, box) {
-    const field = el("textarea", { rows: "3", "aria-label": "Changed question" });
-    field.value = node.text;
+    const draft = () => drafts.set(node, field.value);
+    const field = el("textarea", { rows: "3", "aria-label": "Changed question", input: draft });
+    field.value = drafts.get(node) ?? node.text;
     const done = el("button", { type: "button", class: "main", text: "Ask again", click: () => {
       if (!field.value.trim() || !ready()) return;
+      drafts.delete(node);
       answer(tree.add(talk, tree.parentOf(talk, node), { role: "user", text: field.value, files: node.files }));
     } });
-    const back = el("button", { type: "button", text: "Cancel", click: () => draw() });
-    delete box.node; // it is drawn anew
+    const back = el("button", { type: "button", text: "Cancel", click: () => {
+      drafts.delete(node);
+      delete box.node; // the message is drawn again
+      draw();
+    } });
+    box.renew = () => {}; // the field stays while the conversation grows
     box.replaceChildren(field, el("div", { class: "buttons" }, back, done));
     field.focus();
   }
@@ -236,40 +245,62 @@ export function mount(section, shell) {
     } catch (error) {
       told.textContent = history.wordsOf(error);
     }
-    const rows = talks.map((one) => el("li", {},
-      el("button", { type: "button", class: "plain", text: one.title, click: () => {
-        if (one.id !== talk.id) open(one);
-        past.open = false;
-      } }),
-      el("button", { type: "button", "aria-label": `Delete ${one.title}`, text: "Delete", click: async () => {
-        if (!await ask.confirmed(`Delete the chat ${one.title}?`)) return;
-        if (one.id === talk.id) leave();
-        await history.remove(one.id);
-        past.firstElementChild.focus();
-        list();
+    const rows = talks.map(({ id, title }) => el("li", {},
+      el("button", { type: "button", class: "plain", text: title, click: () => tried(() => recall(id)) }),
+      el("button", { type: "button", "aria-label": `Delete ${title}`, text: "Delete", click: async () => {
+        if (await ask.confirmed(`Delete the chat ${title}?`)) erase(id === talk.id, () => history.remove(id));
       } })));
     kept.replaceChildren(el("ul", {}, ...rows), el("div", { class: "buttons" },
-      el("button", { type: "button", text: "Export", disabled: !talks.length, click: () => save(talks) }),
+      el("button", { type: "button", text: "Export", disabled: !talks.length,
+        click: () => tried(async () => save(await history.all())) }),
       el("button", { type: "button", text: "Delete all", disabled: !talks.length, click: async () => {
-        if (!await ask.confirmed(`Delete all ${talks.length} chats of this browser?`)) return;
-        leave();
-        await history.clear();
-        past.firstElementChild.focus();
-        list();
+        if (await ask.confirmed(`Delete all ${talks.length} chats of this browser?`)) erase(true, history.clear);
       } })));
   }
 
-  // Leave a conversation that is deleted, for an empty one.
-  function leave() {
-    talk.gone = true;
-    open(tree.conversation(shell.model()));
+  // Do something with the history, and return whether it went well; say why not.
+  async function tried(work) {
+    try {
+      await work();
+      return true;
+    } catch (error) {
+      told.textContent = history.wordsOf(error);
+      return false;
+    }
+  }
+
+  // Open a conversation as it is now: another tab may have changed it since the list was drawn.
+  async function recall(id) {
+    if (id !== talk.id) {
+      const found = await history.get(id);
+      if (!found) {
+        told.textContent = "Another tab deleted this chat.";
+        return list();
+      }
+      open(found);
+    }
+    past.open = false;
+  }
+
+  // Delete conversations. own: the one that is shown is among them; it is left for an empty one.
+  async function erase(own, work) {
+    const mine = talk, before = mine.gone;
+    if (own) mine.gone = true; // nothing keeps it meanwhile
+    if (!await tried(work)) {
+      if (own) mine.gone = before;
+      return;
+    }
+    if (own && talk === mine) open(tree.conversation(shell.model()));
+    past.firstElementChild.focus();
+    list();
   }
 
   // Take over what another tab has added to the conversation.
   async function follows() {
-    if (document.hidden || control || said.querySelector("textarea")) return;
+    const busy = () => control || said.querySelector("textarea"); // an answer or an edit
+    if (document.hidden || busy()) return;
     const found = await history.get(talk.id).catch(() => null);
-    if (!found || control || found.id !== talk.id || found.saved === talk.saved) return;
+    if (!found || busy() || found.id !== talk.id || found.saved === talk.saved) return;
     talk = tree.settle(found);
     draw();
   }
@@ -328,7 +359,8 @@ function callOf(call) {
 // Return an answer's figures in a line.
 function figures({ figures: line, model }) {
   if (!line?.eval_count) return "";
-  const parts = [model, `${figure(line.eval_count / (line.eval_duration / 1e9))} tokens/s`];
+  const parts = [model], steps = line.eval_count - 1; // the prompt's last pass gives the first token
+  if (steps && line.eval_duration) parts.push(`${figure(steps / (line.eval_duration / 1e9))} tokens/s`);
   if (line.expert_uses) {
     parts.push(`${percent(line.expert_hits / line.expert_uses, 1)} hits`, `${bytes(line.expert_bytes_read)} read`);
   }

@@ -199,7 +199,7 @@ function slider(shell, promise, last) {
   const told = el("p", { class: "panes-state" });
   const node = el("fieldset", { class: "panes-memory" }, el("legend", { text: "Memory for experts" }),
     el("label", { for: "panes-memory", text: "RAM" }), range, words, auto, told);
-  let sizes = null, moving = false, known = null, wanted = null;
+  let sizes = null, held = false, known = null, wanted = null; // held: by a pointer
 
   function tell() {
     const share = range.valueAsNumber / 100, rate = promise.promise(share);
@@ -231,23 +231,28 @@ function slider(shell, promise, last) {
   // Move to the newest wish; the slider stays usable meanwhile.
   async function set(memory) {
     const busy = wanted != null;
+    if (!last()) return; // the stream has ended, and the slider is hidden
     wanted = { model: last().model, memory };
     if (busy) return;
     while (wanted != null) {
       const asked = wanted;
-      told.textContent = "Moving …";
+      tell_of(asked, "Moving …");
       try {
         const now = await (await shell.request("/api/memory", { method: "POST", json: asked })).json();
-        if (asked.model === shell.model()) told.textContent = `${now.slots} of ${now.experts} experts fit in ${bytes(now.memory)}`
-          + (now.auto ? ", chosen automatically." : ".");
+        tell_of(asked, `${now.slots} of ${now.experts} experts fit in ${bytes(now.memory)}`
+          + (now.auto ? ", chosen automatically." : "."));
       } catch (error) {
-        if (asked.model === shell.model()) say(told, error.message);
+        tell_of(asked, error.message);
         if (wanted === asked && last()) show(last());
       }
       if (wanted === asked) wanted = null;
     }
-    moving = false;
     shell.announce(told.textContent);
+  }
+
+  // Tell about a move where its model is still the chosen one.
+  function tell_of({ model }, text) {
+    if (model === shell.model()) say(told, text);
   }
 
   // Show the share of the experts that fit now.
@@ -256,13 +261,15 @@ function slider(shell, promise, last) {
     tell();
   }
 
-  range.addEventListener("input", () => { moving = true; tell(); });
+  range.addEventListener("input", tell);
+  range.addEventListener("pointerdown", () => { held = true; });
+  for (const kind of ["pointerup", "pointercancel"]) window.addEventListener(kind, () => { held = false; });
   range.addEventListener("change", () => set(`${range.value}%`));
   auto.addEventListener("click", () => set("auto"));
   return {
     node, tell, know,
     follow(next) {
-      if (!moving && document.activeElement !== range) show(next);
+      if (!held && wanted == null && document.activeElement !== range) show(next);
     },
   };
 }

@@ -27,38 +27,43 @@ async function run(mode, work) {
   }
 }
 
+let last = Promise.resolve(); // the newest conversation that is being kept
+
+// Read after what this tab is about to keep.
+function read(work) {
+  return last.catch(() => {}).then(() => run("readonly", work));
+}
+
 // Return all conversations, the newest first.
 export async function all() {
-  const found = await run("readonly", (store) => store.getAll());
+  const found = await read((store) => store.getAll());
   return found.sort((a, b) => b.updated - a.updated);
 }
 
-export const get = (id) => run("readonly", (store) => store.get(id));
+export const get = (id) => read((store) => store.get(id));
 export const remove = (id) => run("readwrite", (store) => store.delete(id));
 export const clear = () => run("readwrite", (store) => store.clear());
-
-let last = Promise.resolve();
 
 // Keep a conversation, after those before it. Where another tab has kept it since, this is a copy;
 // where another tab has deleted it, it stays deleted. Return whether it is kept.
 export function put(talk) {
   last = last.catch(() => {}).then(async () => {
     if (talk.gone) return false;
+    let changes = null; // of the conversation, once they are kept
     await run("readwrite", (store) => {
       const asked = store.get(talk.id);
       asked.onsuccess = () => {
-        talk.gone = Boolean(talk.saved && !asked.result);
+        if (talk.saved && !asked.result) talk.gone = true;
         if (talk.gone) return;
+        changes = { saved: (talk.saved ?? 0) + 1 };
         if (asked.result && asked.result.saved !== talk.saved) {
-          talk.id = newId();
-          talk.title += " (copy)";
+          Object.assign(changes, { id: newId(), title: `${talk.title} (copy)` });
         }
-        store.put({ ...talk, saved: (talk.saved ?? 0) + 1 });
+        store.put({ ...talk, ...changes });
       };
     });
-    if (talk.gone) return false;
-    talk.saved = (talk.saved ?? 0) + 1;
-    return true;
+    Object.assign(talk, changes);
+    return Boolean(changes);
   });
   return last;
 }

@@ -6,7 +6,7 @@ const MOST_INLINE = 20_000; // characters of a paragraph that are searched for m
 const MOST_DEPTH = 6; // of quotes and lists
 const MOST_CELLS = 100; // of a table's row
 const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([\w+#.-]*)/;
-const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])\s+(.*)$/;
+const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])\s+([^]*)$/; // `.` ends at U+2028, after each way to share the spaces
 const RULE = /^ {0,3}([-*_])(?:\s*\1){2,}\s*$/;
 const CELLS = /^\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)*\|?$/; // of a trimmed line
 // Code, math, links, bold, italic, struck out, escaped; each with a bound, so that a search cannot take long.
@@ -25,7 +25,7 @@ const MARK = new RegExp([
 // Return the nodes of a text, each with the lines that it comes from as its `source`.
 export function markdown(text) {
   const place = document.createDocumentFragment();
-  blocks(text.split(/\r?\n/), place, 0);
+  blocks(text.split(/\r\n?|\n/), place, 0);
   return place;
 }
 
@@ -120,8 +120,10 @@ function list(lines, at, place, depth) {
   return at;
 }
 
+// Return the texts of a row's cells, in which a bar may be escaped.
 function cellsOf(line) {
-  return line.trim().replace(/^\|/, "").replace(/\|$/, "").split("|");
+  const inner = line.trim().replace(/^\|/, "").replace(/(?<!\\)\|$/, "");
+  return inner.split(/(?<!\\)\|/).map((text) => text.replaceAll("\\|", "|"));
 }
 
 function table(lines, at, place) {

@@ -1,7 +1,7 @@
 // The pane Models: what is installed, whether it runs here, and how it comes, is checked and goes.
 
 import { bytes, confirmation, el, facts, say } from "./parts.js";
-import { planOf } from "./plan.js";
+import { planIn } from "./plan.js";
 
 export function mount(section, shell) {
   const name = el("input", {
@@ -9,7 +9,7 @@ export function mount(section, shell) {
     spellcheck: "false", placeholder: "demo, qwen3-30b-a3b, ORG/NAME",
   });
   const pull = el("button", { type: "submit", text: "Pull" });
-  const look = el("button", { type: "button", text: "Plan", click: () => name.reportValidity() && plan() });
+  const look = el("button", { type: "button", text: "Plan", click: () => name.reportValidity() && planIn(planned, shell, name.value.trim()) });
   const coming = el("div"), planned = el("div");
   const state = el("p", { class: "panes-state" }), cards = el("ul", { class: "panes-cards" });
   const heading = el("h2", { tabindex: "-1", text: "Models" });
@@ -20,10 +20,6 @@ export function mount(section, shell) {
     coming, planned, state, cards, ask.node));
   const checking = new Map(); // the cards of models that are verified now, which stay
   let listing = null, shown = false, failed = false;
-
-  async function plan() {
-    planned.replaceChildren(await planOf(shell, name.value.trim()));
-  }
 
   // Pull the model that the form names, one at a time.
   async function begin(event) {
@@ -105,7 +101,7 @@ export function mount(section, shell) {
     const place = el("div"), planned = el("div"), label = (verb) => `${verb} ${model.model}`;
     const button = (verb, click) => el("button", { type: "button", text: verb, "aria-label": label(verb), click });
     const buttons = el("div", { class: "panes-buttons" },
-      button("Plan", async () => planned.replaceChildren(await planOf(shell, model.model))),
+      button("Plan", () => planIn(planned, shell, model.model)),
       button("Verify", async (event) => {
         checking.set(model.model, node);
         await task(place, `Verifying ${model.model}`, "/api/verify", { model: model.model }, checked, event.currentTarget);
@@ -146,6 +142,7 @@ export function mount(section, shell) {
       place.replaceChildren(say(el("p", { class: "panes-bad" }), error.message));
       shell.announce(error.message);
       button.disabled = false;
+      if (document.activeElement === document.body) button.focus(); // a disabled one loses it
     }
   }
 

@@ -108,6 +108,11 @@ export function sharp(canvas, width, height) {
   return context;
 }
 
+// Return whether files are dragged, and not a text of the page.
+export function hasFiles(event) {
+  return event.dataTransfer.types.includes("Files");
+}
+
 // Return a colour of the style sheet, such as "--panes-ram".
 export function colour(node, name) {
   return getComputedStyle(node).getPropertyValue(name).trim();

@@ -4,17 +4,21 @@ import { bytes, el, facts, figure, say, table } from "./parts.js";
 
 const TIERS = { device: "GPU", ram: "RAM" };
 
-// Return the plan as a node, or the error in its place.
-export async function planOf(shell, model) {
+// Show the plan in `place`, or the error, unless something else is shown there meanwhile.
+export async function planIn(place, shell, model) {
+  const busy = el("p", { class: "panes-state", text: `Planning ${model} …` });
+  place.replaceChildren(busy);
+  shell.announce(busy.textContent);
+  let node;
   try {
     const answer = await shell.request("/api/plan", { method: "POST", json: { model } });
-    const node = shown(await answer.json());
-    shell.announce(node.firstChild.textContent);
-    return node;
+    node = shown(await answer.json());
   } catch (error) {
-    shell.announce(error.message);
-    return say(el("p", { class: "panes-bad" }), error.message);
+    node = say(el("p", { class: "panes-bad" }), error.message);
   }
+  if (busy.parentNode !== place) return;
+  place.replaceChildren(node);
+  shell.announce(node.classList.contains("panes-bad") ? node.textContent : node.firstChild.textContent);
 }
 
 function shown(plan) {

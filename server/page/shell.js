@@ -1,9 +1,12 @@
 // What all panes share: requests with the key, lines of JSON, and the model that is chosen.
 
+import * as storage from "./storage.js";
+
 const KEY = "moeinf-key";
 const CHOSEN = "moeinf-model";
 const LOADED = "loaded";
-const WATCH_MS = 300; // between two looks at a model that loads
+const [WATCH_MS, WATCH_MOST_MS] = [300, 2000]; // between two looks at a model that loads: at first, and at most
+const RARER = 1.5; // after each look
 
 // The server does not answer, or its answer was cut off.
 export class Unreachable extends Error {
@@ -20,18 +23,19 @@ function lost() {
 export function shellOf(find) {
   const [select, state, said, dialog] = ["model", "state", "said", "key"].map(find);
   const listeners = [];
-  let asking = null, answered = 0, shown = null, away = false; // away: the last look failed
+  let asking = null, answered = 0, shown = null, names = [];
+  let away = ""; // why the last look failed
 
   // Ask for the key once, however many requests were refused. before: the key that was refused;
   // since: how often the user had answered when that request was sent.
   function askKey(before, since) {
-    if (!asking && answered > since) return sessionStorage.getItem(KEY) !== before;
+    if (!asking && answered > since) return keyOf() !== before;
     asking ??= new Promise((resolve) => {
       if (before) find("key-said").textContent = "The server refused the key before.";
       dialog.addEventListener("close", () => {
         const value = dialog.returnValue === "use" ? find("key-value").value.trim() : "";
         find("key-value").value = "";
-        if (value) sessionStorage.setItem(KEY, value);
+        if (value) storage.set("sessionStorage", KEY, value);
         asking = null;
         answered += 1;
         resolve(Boolean(value));
@@ -42,11 +46,15 @@ export function shellOf(find) {
     return asking;
   }
 
+  function keyOf() {
+    return storage.get("sessionStorage", KEY);
+  }
+
   // ask: whether a refusal may ask the user for a key.
   async function request(path, { method = "GET", json, signal, ask = true } = {}) {
     const headers = {};
     if (json !== undefined) headers["Content-Type"] = "application/json";
-    const key = sessionStorage.getItem(KEY), since = answered;
+    const key = keyOf(), since = answered;
     if (key) headers.Authorization = `Bearer ${key}`;
     const body = json === undefined ? undefined : JSON.stringify(json);
     const answer = await fetch(path, { method, headers, body, signal }).catch(lost);
@@ -91,20 +99,21 @@ export function shellOf(find) {
   }
 
   // Fill the selector, which may be open; keep the choice, or take what is loaded or used last.
-  // Never throws: the state tells what went wrong.
-  async function refresh(ask = true) {
-    let tags, running;
+  // Never throws: the state tells what went wrong. all: also ask which models there are.
+  async function refresh(ask = true, all = true) {
+    let running, tags;
     try {
-      [tags, running] = await Promise.all(
-        ["/api/tags", "/api/ps"].map(async (path) => (await request(path, { ask })).json()));
+      [running, tags] = await Promise.all(
+        ["/api/ps", ...all ? ["/api/tags"] : []].map(async (path) => (await request(path, { ask })).json()));
     } catch (error) {
       state.textContent = error.message;
-      away = true;
+      if (!away) said.textContent = error.message;
+      away = error.message;
       return;
     }
-    const names = tags.models.map((one) => one.name);
+    if (tags) names = tags.models.map((one) => one.name);
     const loaded = new Set(running.models.map((one) => one.name));
-    const before = select.value || localStorage.getItem(CHOSEN);
+    const before = select.value || storage.get("localStorage", CHOSEN);
     const states = Object.fromEntries([...loaded].map((name) => [name, LOADED]));
     for (const one of running.loading) states[one.model] ??= loadingWords(one);
     const chosen = names.includes(before) ? before : [...loaded][0] ?? names[0] ?? "";
@@ -117,8 +126,9 @@ export function shellOf(find) {
     select.value = chosen;
     const now = !names.length ? "no model yet: see Models" : states[chosen] ?? "not loaded";
     if (state.textContent !== now) state.textContent = now;
+    if (away) said.textContent = "The server answers.";
     if (chosen !== before || away) changed();
-    away = false;
+    away = "";
   }
 
   function loadingWords({ read_bytes: read, total_bytes: total }) {
@@ -127,17 +137,18 @@ export function shellOf(find) {
 
   // Show how the model loads until the returned function is called.
   function watch() {
-    let timer = null;
+    let pause = WATCH_MS, timer = null;
     const look = async () => {
-      await refresh(false);
-      if (timer) timer = setTimeout(look, WATCH_MS);
+      await refresh(false, false);
+      pause = Math.min(WATCH_MOST_MS, RARER * pause);
+      if (timer) timer = setTimeout(look, pause);
     };
-    timer = setTimeout(look, WATCH_MS);
+    timer = setTimeout(look, pause);
     return () => { clearTimeout(timer); timer = null; };
   }
 
   function changed() {
-    localStorage.setItem(CHOSEN, select.value);
+    storage.set("localStorage", CHOSEN, select.value);
     for (const listener of listeners) listener(select.value);
   }
 
@@ -145,6 +156,7 @@ export function shellOf(find) {
   return {
     request, lines, refresh, watch,
     model: () => select.value,
+    problem: () => away,
     onModel: (listener) => listeners.push(listener),
     announce: (text) => { said.textContent = text; },
     loaded: () => state.textContent === LOADED,

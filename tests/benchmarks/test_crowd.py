@@ -18,6 +18,7 @@ def test_both_sides_stream_the_same_answers(demo_home: Path) -> None:
     )  # fmt: skip
     found = measure(demo_home, "demo:bf16", options)
     assert found["tokens_of_a_side"] > 2 * 4
+    assert found["looks_per_watcher_and_s"] > 0
     for name in ("tokens_per_s", "cpu_ms_per_token"):
         least, most = found[name]["range"]
         assert 0 < least <= found[name]["ratio"] <= most

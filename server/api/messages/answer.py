@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from moeinf.errors import ContextExceeded, MoeinfError
@@ -125,7 +125,42 @@ def event_text(event: dict[str, Any]) -> str:
     return f"event: {event['type']}\ndata: {dump(event)}\n\n"
 
 
-def error_document(error: MoeinfError) -> dict[str, Any]:
+def owns(path: str) -> bool:
+    """Return whether a path belongs to this API."""
+    return path == "/v1/messages" or path.startswith("/v1/messages/")
+
+
+class RequestIds:
+    """Wrap an ASGI app, and give each answer of this API the header that its clients show."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http" or not owns(scope["path"]):
+            await self._app(scope, receive, send)
+            return
+        name = f"req_{secrets.token_hex(12)}"
+        scope.setdefault("state", {})["request_id"] = name
+
+        async def send_named(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                headers = list(message.get("headers") or ())
+                if all(key.lower() != b"request-id" for key, _ in headers):
+                    headers.append((b"request-id", name.encode()))
+                message = {**message, "headers": headers}
+            await send(message)
+
+        await self._app(scope, receive, send_named)
+
+
+def request_id_of(scope: Mapping[str, Any]) -> str | None:
+    """Return the id that RequestIds has given; None: it did not see the request."""
+    found: str | None = (scope.get("state") or {}).get("request_id")
+    return found
+
+
+def error_document(error: MoeinfError, request_id: str | None) -> dict[str, Any]:
     """Return Anthropic's form of an error; error_code is ours.
 
     Clients shorten a conversation when they read "prompt is too long".
@@ -135,4 +170,4 @@ def error_document(error: MoeinfError) -> dict[str, Any]:
     if isinstance(error, ContextExceeded):
         words = f"prompt is too long: {words}"
     told = {"type": kind, "message": words, "details": {"error_code": error.code}}
-    return {"type": "error", "error": told}
+    return {"type": "error", "error": told, "request_id": request_id}

@@ -9,7 +9,6 @@ from typing import Annotated
 from fastapi import APIRouter, Header, Request, Response
 from fastapi.responses import StreamingResponse
 
-from moeinf.runtime.config import Settings
 from moeinf.runtime.generation.events import Ended, Failed, Reading
 from moeinf.runtime.requests import Limits, SamplingOptions
 from moeinf.server.api.answers import BadRequest, noted
@@ -19,6 +18,7 @@ from moeinf.server.api.messages.answer import (
     error_document,
     event_text,
     message_of,
+    request_id_of,
     stop_of,
     usage_of,
     usage_of_ended,
@@ -47,7 +47,7 @@ async def messages(asked: MessagesRequest, request: Request, version: _Version =
     job = Job(turn.prepare, asked.sampling(), asked.limits(), constrain=constrain)
     _, told = await begun(request, asked.model, job, turn)
     if asked.stream:
-        lines = _stream(told, job, asked, turn, request.app.state.settings)
+        lines = _stream(told, job, asked, turn, request)
         return StreamingResponse(lines, media_type="text/event-stream")
     content = Content(asked.shows_thinking)
     async for event in told:
@@ -89,7 +89,7 @@ async def _stream(
     job: Job,
     asked: MessagesRequest,
     turn: Chat,
-    settings: Settings,
+    request: Request,
 ) -> AsyncIterator[str]:
     """Yield SSE. An error is an event of its own, and ends the stream."""
     content, opened = Content(asked.shows_thinking), False
@@ -102,7 +102,8 @@ async def _stream(
             yield event_text({"type": "message_start", "message": message})
             yield event_text(_PING)
         if isinstance(event, Failed):
-            yield event_text(error_document(noted(event.error, settings)))
+            error = noted(event.error, request.app.state.settings)
+            yield event_text(error_document(error, request_id_of(request.scope)))
             return
         if isinstance(event, Reading):
             yield f": prompt {event.read}/{event.tokens} tokens\n{event_text(_PING)}"

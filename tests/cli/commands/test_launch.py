@@ -6,7 +6,9 @@ import json
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -19,6 +21,12 @@ FAKE = """#!{python}
 import json, os, sys
 print(json.dumps([sys.argv[1:], dict(os.environ)]))
 """
+
+
+@pytest.fixture(scope="module")
+def address(demo_home: Path) -> Iterator[str]:
+    with serving(demo_home) as found:
+        yield found
 
 
 @pytest.mark.parametrize("client", CLIENTS)
@@ -60,6 +68,50 @@ def test_clients_learn_the_context() -> None:
     assert "model_context_window=8192" in codex.arguments
     models = json.loads(opencode.content)["provider"]["moeinf"]["models"]
     assert models == {"m": {"name": "m", "limit": {"context": 8192, "output": 2048}}}
+
+
+def codex(arguments: list[str], got: dict[str, str], server: str, context: int) -> list[str]:
+    assert arguments[:6:2] == ["-c"] * 3
+    options = tomllib.loads("\n".join(arguments[1:6:2]))
+    provider = options["model_providers"]["moeinf"]
+    assert (options["model_provider"], options["model_context_window"]) == ("moeinf", context)
+    assert (provider["base_url"], provider["wire_api"]) == (f"{server}/v1", "responses")
+    assert got[provider["env_key"]] == "moeinf"
+    assert arguments[6:8] == ["--model", "demo:bf16"]
+    return arguments[8:]
+
+
+def opencode(arguments: list[str], got: dict[str, str], server: str, context: int) -> list[str]:
+    config = json.loads(got["OPENCODE_CONFIG_CONTENT"])
+    provider = config["provider"]["moeinf"]
+    assert config["model"] == "moeinf/demo:bf16"
+    assert provider["options"] == {"baseURL": f"{server}/v1", "apiKey": "{env:MOEINF_API_KEY}"}
+    limit = {"context": context, "output": context // 4}
+    assert provider["models"] == {"demo:bf16": {"name": "demo:bf16", "limit": limit}}
+    assert got["MOEINF_API_KEY"] == "moeinf"
+    return arguments
+
+
+def aider(arguments: list[str], got: dict[str, str], server: str, context: int) -> list[str]:
+    assert (got["OPENAI_API_BASE"], got["OPENAI_API_KEY"]) == (f"{server}/v1", "moeinf")
+    assert arguments[:2] == ["--model", "openai/demo:bf16"]
+    return arguments[2:]
+
+
+@pytest.mark.parametrize("check", [codex, opencode, aider], ids=lambda check: check.__name__)
+def test_each_program_gets_its_arguments_and_variables(
+    check: Any, address: str, demo_home: Path, tmp_path: Path
+) -> None:
+    program = tmp_path / check.__name__
+    program.write_text(FAKE.format(python=sys.executable))
+    program.chmod(0o700)
+    env = environment(demo_home) | {"PATH": str(tmp_path)}
+    env["MOEINF_HOST"] = address.removeprefix("http://")
+    command = [*COMMAND, "launch", check.__name__, "demo", "--", "--last", "a word"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    (loaded,) = httpx.get(f"{address}/api/ps").json()["models"]
+    rest = check(*json.loads(done.stdout), address, loaded["context_length"])
+    assert rest == ["--last", "a word"]
 
 
 def test_a_program_is_started(demo_home: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import os
+import re
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,53 @@ def frame(**changed: Any) -> dict[str, Any]:
         "tiers": {"disk": {"experts": 1}, "ram": tier, "gpu": tier},
         "queue": {"running": 1, "waiting": 2}, **changed,
     }  # fmt: skip
+
+
+DISK, RAM, GPU, USED = 0, 1, 2, 8
+
+
+def drawn(
+    cells: list[list[int]],
+    columns: int = 80,
+    rows: int = 24,
+    colour: bool = False,
+    ascii_only: bool = False,
+) -> list[str]:
+    """Return the lines of the heat map of these cells; a layer's number is ten times its place."""
+    raw = bytes(cell for row in cells for cell in row)
+    numbers = [10 * layer for layer in range(len(cells))]
+    about = {"layers": len(cells), "experts": len(cells[0]), "layer_numbers": numbers}
+    shown = frame(**about, map=base64.b64encode(raw).decode())
+    lines = lines_of(shown, History(), columns, rows, colour=colour, ascii_only=ascii_only)
+    return [line for line in lines if re.match(r"L\d", line)]
+
+
+def test_a_shade_is_a_quarter_of_the_heat() -> None:
+    heats = (0, 3, 4, 7, 8, 11, 12, 15)
+    rows = [[tier | heat << 4 for heat in heats] for tier in (DISK, RAM, GPU)]
+    assert drawn(rows) == ["L0   ········", "L10  ░░▒▒▓▓██", "L20  11223344"]
+    assert drawn(rows, ascii_only=True) == ["L0   ........", "L10  --++**##", "L20  11223344"]
+
+
+def test_what_is_used_now_is_bold() -> None:
+    (line,) = drawn([[RAM | 15 << 4, RAM | USED | 15 << 4, GPU | USED, DISK]], colour=True)
+    parts = re.findall(r"((?:\x1b\[\d+m)+)([^\x1b]+)", line)
+    plain, green, magenta, bold, dim = (f"\x1b[{code}m" for code in (0, 32, 35, 1, 2))
+    assert parts == [
+        (plain + green, "█"), (plain + green + bold, "█"), (plain + magenta + bold, "1"),
+        (plain + dim, "·"),
+    ]  # fmt: skip
+
+
+def test_a_character_of_several_experts_is_the_hottest_in_the_nearest_tier() -> None:
+    pairs = [
+        (RAM | 3 << 4, RAM | 12 << 4), (DISK | 15 << 4, RAM), (RAM | 15 << 4, GPU),
+        (DISK, DISK | 15 << 4), (GPU | 4 << 4, GPU | 8 << 4),
+    ]  # fmt: skip
+    row = [cell for pair in pairs for cell in pair]
+    assert drawn([row], columns=10) == ["L0   █░1·3"]
+    cold = [DISK] * 10
+    assert drawn([cold, row, row, cold], columns=10, rows=9) == ["L0   █░1·3", "L20  █░1·3"]
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 8, 24, 100])

@@ -84,6 +84,33 @@ def test_the_map_is_the_stores_residency_and_its_last_routing(engine: Engine) ->
     assert watched.gone
 
 
+def test_what_was_read_ahead_and_the_bytes_of_a_tier(demo_home: Path) -> None:
+    """With 8 slots and 24 experts per token, each hit was read ahead."""
+    manifest, folder = Library(Settings(demo_home)).read("demo")
+    config = EngineConfig(memory=parse_memory("393216"))
+    with Engine.open(manifest, folder, config, Settings(demo_home)) as engine:
+        state = engine.new_state()
+        engine.extend(state, [5, 6, 7])
+        for token in range(8, 40):
+            engine.step([(state, token)])
+        worker = SimpleNamespace(engine=engine, tokens=3, running=1, waiting=2)
+        before = engine.store.stats.copy()  # reads may still go on
+        frame = ExpertMap(cast(Worker, worker), engine).frame()
+        after = engine.store.stats
+        told = frame["prediction"]
+        for name, counter in (
+            ("read_bytes", "ahead_bytes_read"), ("used_bytes", "ahead_bytes_used"),
+            ("hits_hinted", "decode_hits_hinted"), ("hits_predicted", "decode_hits_predicted"),
+        ):  # fmt: skip
+            assert getattr(before, counter) <= told[name] <= getattr(after, counter)
+    assert 0 < told["used_bytes"] <= told["read_bytes"]
+    assert told["used_bytes"] + told["wasted_bytes"] <= told["read_bytes"]
+    assert told["hits_hinted"] + told["hits_predicted"] > 0
+    ram = frame["tiers"]["ram"]
+    assert (ram["slots"], ram["bytes"]) == (8, 49152 * ram["experts"])
+    assert 0 < ram["experts"] <= 8
+
+
 def test_endpoint_and_stream(demo_home: Path) -> None:
     with serving(demo_home, "30%") as address:
         url = f"{address}/api/experts"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
+import anthropic
 import httpx
 import pytest
 from anthropic.types import beta
@@ -97,6 +98,32 @@ def test_a_document_of_pictures_is_refused_and_left_out_of_results(
         result = {"type": "tool_result", "tool_use_id": "t", "content": [document(source)]}
         post(chatml, [PLAIN, result])
         assert "tool t[document: left out" in script.prompts[-1]
+
+
+def test_a_count_is_the_number_of_input_tokens(chatml: str, script: Script) -> None:
+    """It has the system text, the tools, the calls and their results."""
+    script.say("ok")
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    call = {"type": "tool_use", "id": "t", "name": "add", "input": {"a": 1}}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [PLAIN]}
+    turns: list[Any] = [
+        {"role": "user", "content": "1+2"},
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result]},
+    ]
+    about: dict[str, Any] = {
+        "model": "demo", "messages": turns, "system": [{"type": "text", "text": "Be brief."}],
+        "tools": [{"name": "add", "description": "adds", "input_schema": schema}],
+    }  # fmt: skip
+    with anthropic.Anthropic(base_url=chatml, api_key="any", max_retries=0) as client:
+        count = client.messages.count_tokens(**about).input_tokens
+        usage = client.messages.create(max_tokens=9, **about).usage
+        assert usage.input_tokens + (usage.cache_read_input_tokens or 0) == count
+        for part in ("system", "tools"):
+            less = {name: value for name, value in about.items() if name != part}
+            assert client.messages.count_tokens(**less).input_tokens < count
+        short = client.messages.count_tokens(**{**about, "messages": turns[:1]})
+        assert short.input_tokens < count
 
 
 def test_turns_without_a_block_are_refused(chatml: str) -> None:

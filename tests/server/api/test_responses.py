@@ -228,6 +228,17 @@ def test_the_store_is_bounded(
         client.responses.retrieve(huge.id)
 
 
+def test_usage_tells_what_was_cached(client: openai.OpenAI, script: Script) -> None:
+    """A server that reuses whole chunks of 256 tokens reads the rest of a prompt again."""
+    script.say("ok")
+    text = LONG.replace("plus", "less")
+    usages = [create(client, text).usage for _ in range(2)]
+    usages.append(list(create(client, text, stream=True))[-1].response.usage)
+    assert [one.input_tokens_details.cached_tokens for one in usages] == [0, 256, 256]
+    (count,) = {one.input_tokens for one in usages}
+    assert count > 256
+
+
 def test_ends_schemas_and_logprobs(client: openai.OpenAI, script: Script) -> None:
     script.say("one two three")
     cut = create(client, max_output_tokens=5)

@@ -17,8 +17,8 @@ MARKDOWN = (
 )
 CALL = {"function": {"name": "look", "arguments": {"at": "home"}}}
 
-# WCAG 2.2, 1.4.3: the visible texts and placeholders that have too little contrast, and how many
-# there are. Controls that are not active are exempt.
+# WCAG 2.2, 1.4.3 and 1.4.11: the visible texts, placeholders and borders of controls that have too
+# little contrast, and how many there are. Controls that are not active are exempt.
 CONTRAST = """() => {
   const numbers = (text) => {
     const [r, g, b, a = 1] = text.match(/[\\d.]+/g).map(Number);
@@ -64,8 +64,21 @@ CONTRAST = """() => {
     const style = getComputedStyle(node, "::placeholder");
     check(node, style, node.placeholder, Number(style.opacity));
   }
+  for (const node of document.querySelectorAll("button, input, select, textarea")) {
+    const style = getComputedStyle(node), ink = numbers(style.borderTopColor);
+    const around = ground(node.parentElement);
+    if (!parseFloat(style.borderTopWidth) || style.borderTopStyle === "none" || !ink[3]) continue;
+    if (node.matches(":disabled, [aria-disabled=true]") || !node.checkVisibility()) continue;
+    const [a, b] = [light(over(ink, around)), light(around)].sort((x, y) => y - x);
+    const found = (a + 0.05) / (b + 0.05);
+    count += 1;
+    if (found < 3) bad.push(`border of ${node.id || node.textContent}: ${found.toFixed(2)} of 3`);
+  }
   return [count, bad];
 }"""
+UNLABELLED = """() => [...document.querySelectorAll("input, select, textarea")]
+  .filter((one) => one.checkVisibility() && !one.labels.length && !one.ariaLabel)
+  .map((one) => one.outerHTML)"""
 OPEN_ALL = "() => document.querySelectorAll('details').forEach((one) => { one.open = true; })"
 CONTROLS = {
     "application", "button", "combobox", "DisclosureTriangle", "link", "progressbar", "searchbox",
@@ -127,6 +140,7 @@ def test_a_pane_fits_is_named_and_can_be_read(loaded: Any, server: str, pane: st
         count, bad = page.evaluate(CONTRAST)
         assert count > 15
         assert bad == [], look
+    assert page.evaluate(UNLABELLED) == []
     tree = page.context.new_cdp_session(page).send("Accessibility.getFullAXTree")["nodes"]
     nodes = [
         (node["role"]["value"], node.get("name", {}).get("value", ""))
@@ -153,6 +167,25 @@ def press_to(page: Any, name: str, key: str = "Tab") -> None:
         if passed[-1] == name:
             return
     raise AssertionError(f"{name} is not among {passed}")
+
+
+def test_the_skip_link_leads_to_the_pane_that_is_shown(page: Any, address: str) -> None:
+    page.goto(f"{address}/#experts")
+    page.reload()
+    page.wait_for_selector("#pane-experts:not([hidden])")
+    page.keyboard.press("Tab")
+    assert page.evaluate("() => document.activeElement.textContent") == "Skip to the content"
+    page.keyboard.press("Enter")
+    assert page.evaluate("() => [document.activeElement.id, location.hash]") == ["main", "#experts"]
+    assert page.locator("main section:visible").get_attribute("id") == "pane-experts"
+    page.keyboard.press("Tab")
+    assert page.evaluate("() => document.activeElement.textContent") == "Pause"
+    for name, pane in (("none", "experts"), ("models", "models"), ("main", "models"), ("", "chat")):
+        page.evaluate("""(name) => new Promise((resolve) => {
+            window.addEventListener("hashchange", () => setTimeout(resolve), { once: true });
+            location.hash = name;
+        })""", name)  # fmt: skip
+        assert page.locator("main section:visible").get_attribute("id") == f"pane-{pane}"
 
 
 def test_a_whole_chat_needs_no_pointer(loaded: Any) -> None:

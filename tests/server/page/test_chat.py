@@ -91,7 +91,7 @@ def test_thinking_calls_and_progress_are_shown(page: Any) -> None:
         {"message": {}, "prompt_progress": {"processed": 3, "total": 9}, "done": False},
         {"message": {"thinking": "so <i>"}, "done": False},
         {"message": {"content": "# Yes\n- *one*\n- `two`", "tool_calls": [call]}, "done": False},
-        {"message": {}, "done": True, "eval_count": 8, "eval_duration": 2_000_000_000},
+        {"message": {}, "done": True, "eval_count": 9, "eval_duration": 2_000_000_000},
     ])  # fmt: skip
     found = ask(page, "hi")
     assert found.locator("details.thinking").get_attribute("open") is None

@@ -30,7 +30,7 @@ def test_what_was_read_is_what_the_server_counted(page: Any) -> None:
     page.route("**/api/chat", passed_on)
     shown = ask(page, "sort owl, fig, zebra, ant").locator(".figures").inner_text()
     last = json.loads(bodies[0].splitlines()[-1])
-    speed = last["eval_count"] / last["eval_duration"] * 1e9
+    speed = (last["eval_count"] - 1) / last["eval_duration"] * 1e9  # as `moeinf run --verbose`
     found = re.fullmatch(r"demo:bf16 · ([\d.]+) tokens/s · ([\d.]+) % hits · (\S+ \S+) read", shown)
     assert found, shown
     assert float(found[1]) == pytest.approx(speed, abs=0.5)
@@ -42,12 +42,20 @@ def test_what_was_read_is_what_the_server_counted(page: Any) -> None:
     assert float(size) * units[unit] == pytest.approx(last["expert_bytes_read"], rel=0.05)
 
 
+@pytest.mark.parametrize(("tokens", "words"), [(1, ""), (2, " · 0.5 tokens/s")])
+def test_the_pass_of_the_prompt_gives_the_first_token(page: Any, tokens: int, words: str) -> None:
+    """Its time is that of the prompt, so that one token has no speed."""
+    figures = {"eval_count": tokens, "eval_duration": 2_000_000_000}
+    told(page, [{"message": {"content": "yes"}, "done": True, **figures}])
+    assert ask(page, "hi").locator(".figures").inner_text() == f"demo:bf16{words}"
+
+
 @pytest.mark.parametrize(
     ("read", "words"),
     [(0, "0 B read"), (1023, "1023 B read"), (3 * KIB**2, "3.0 MiB read"), (5 * KIB**3, "5.0 GiB")],
 )
 def test_bytes_that_were_read(page: Any, read: int, words: str) -> None:
-    figures = {"eval_count": 8, "eval_duration": 2_000_000_000, "done_reason": "length"}
+    figures = {"eval_count": 9, "eval_duration": 2_000_000_000, "done_reason": "length"}
     experts = {"expert_uses": 8, "expert_hits": 6, "expert_bytes_read": read}
     told(page, [{"message": {"content": "yes"}, "done": True, **figures, **experts}])
     shown = ask(page, "hi").locator(".figures").inner_text()

@@ -96,6 +96,17 @@ def test_colour_is_the_tier_brightness_the_heat_and_a_flash_the_use(
     assert still[FLASHED] == still[FADED] == ram  # nothing flashes
 
 
+def test_the_legend_has_the_colours_of_the_map_where_the_system_forces_others(
+    page: Any, address: str
+) -> None:
+    page.emulate_media(forced_colors="active", reduced_motion="reduce")
+    canvas = opened(page, address)
+    assert page.evaluate("() => matchMedia('(forced-colors: active)').matches")
+    found = colours(canvas)
+    assert (found[FADED], found[3]) == (legend(page, "in RAM"), legend(page, "on the GPU"))
+    assert found[4] == legend(page, "being read")
+
+
 @pytest.mark.parametrize(
     ("cell", "words"),
     [

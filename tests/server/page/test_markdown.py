@@ -53,12 +53,56 @@ def test_a_heading_behind_a_tab_keeps_its_text(page: Any) -> None:
 
 def test_a_line_of_spaces_does_not_hold_the_page(page: Any) -> None:
     spaces = " " * 500_000
-    for text in (f"a|b\n-{spaces}x", f"a|b\n-|-\nc{spaces}d|e|f", "`" * 19_999):
+    for text in (
+        f"a|b\n-{spaces}x", f"a|b\n-|-\nc{spaces}d|e|f", "`" * 19_999, f"-{spaces}a\u2028b",
+        f"1.{spaces}a\rb", f"-{spaces}a\u2029b\n- c",
+    ):  # fmt: skip
         told(page, [{"message": {"content": text}, "done": False}, {"message": {}, "done": True}])
         begun = time.monotonic()
         found = ask(page, "hi")
         assert found.locator(".figures.bad").count() == 0
         assert time.monotonic() - begun < 10  # quadratic searches took minutes
+
+
+def test_other_ends_of_lines_are_kept_in_their_block(page: Any) -> None:
+    """A lone CR ends a line, as in CommonMark; U+2028 does not."""
+    text = "- one\r- two\u2028more\r\n\r\n```\na\u2028b\n```"
+    told(page, [{"message": {"content": text}, "done": True}])
+    body = ask(page, "hi").locator(".body")
+    assert body.locator("li").all_text_contents() == ["one", "two\u2028more"]
+    assert body.locator("pre code").all_text_contents() == ["a\u2028b"]
+
+
+def test_a_cell_has_escaped_bars(page: Any) -> None:
+    text = "| a | b |\n|---|---|\n| x \\| y | `p \\| q` |\n| 1 | 2 \\|"
+    told(page, [{"message": {"content": text}, "done": True}])
+    body = ask(page, "hi").locator(".body")
+    assert body.locator("td").all_text_contents() == ["x | y", "p | q", "1", "2 |"]
+    assert body.locator("td code").all_text_contents() == ["p | q"]
+
+
+def test_hostile_calls_and_names_of_files_do_nothing(page: Any) -> None:
+    bad = "<img src=x onerror=window.hit=1>"
+    function = {"name": bad, "arguments": {bad: [bad, "</code></pre>" + bad]}}
+    message = {"content": "yes", "thinking": bad, "tool_calls": [{"function": function}]}
+    told(page, [{"message": message, "done": False}, {"message": {}, "done": True}])
+    page.set_input_files("#files", {"name": bad, "mimeType": "text/plain", "buffer": b"5"})
+    page.wait_for_selector(".files li")
+    assert bad in page.locator(".files li").inner_text()
+    ask(page, bad)
+    for _ in range(2):  # also from the history
+        page.wait_for_selector("article.answer .code")
+        assert page.locator("article.own .file").inner_text() == bad
+        assert page.locator("article.own .body").inner_text() == bad
+        shown = page.locator("article.answer .code").inner_text()
+        assert f"Tool call: {bad}" in shown
+        assert f"</code></pre>{bad}" in shown
+        page.locator("details.past summary").click()
+        page.wait_for_selector(".past li")
+        assert page.locator("img").count() == 0
+        page.reload()
+        page.wait_for_selector("article.own")
+    assert page.evaluate("() => window.hit ?? null") is None
 
 
 def test_code_is_copied_as_it_was_written(page: Any) -> None:
