@@ -74,6 +74,7 @@ PARTS = {
             "python -m pytest tests/scripts/test_package.py",
         )
     ),
+    "torch": Part(("python scripts/check_torch.py",)),
     "doctor": Part(
         (
             "python -m pytest tests/cli/commands/test_doctor.py "

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from mkdocs.structure.files import File
 
 from moeinf.cli.main import command_line
 
@@ -32,6 +31,8 @@ _PYTHON = """# Python
 
 def on_files(files: Any, config: Any) -> Any:
     """Add the pages from the top of the repository, and those that are generated."""
+    from mkdocs.structure.files import File  # the rest of this file needs no MkDocs
+
     for source, page in _PAGES.items():
         text = (ROOT / source).read_text(encoding="utf-8")
         files.append(File.generated(config, page, content=_from_top(text)))
@@ -46,10 +47,9 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
     def one(match: re.Match[str]) -> str:
         words, target, anchor = match[1], match[2], match[3] or ""
-        name = Path(target).name
-        if target.startswith("../") and name in _PAGES:
+        if page_of := _PAGES.get(_joined(Path("docs") / here, target)):
             up = "../" * len(here.parts)
-            return f"[{words}]({up}{_PAGES[name]}{anchor})"
+            return f"[{words}]({up}{page_of}{anchor})"
         known = files.get_file_from_path(_joined(here, target)) is not None
         return match[0] if known else words
 

@@ -118,6 +118,8 @@ def _gpu(gpu: str | NoGpu) -> Finding:
         hint = "pip install triton"
     elif "Triton cannot" in missing:
         hint = "apt install gcc python3-dev"
+    elif "driver" in missing:
+        hint = "nvidia-smi"  # shows the newest CUDA that the driver can run
     elif "torch" in missing:
         hint = "pip install --force-reinstall torch"
     return Finding("gpu", False, f"{gpu}, which cannot be used: {missing}", hint)

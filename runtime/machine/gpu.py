@@ -116,7 +116,9 @@ def missing_for_kernels() -> str | None:
     import torch
 
     if not torch.cuda.is_available():
-        return "this torch does not support it"
+        if torch.version.cuda is None:
+            return "this torch does not support it"
+        return f"its driver cannot run CUDA {torch.version.cuda}, which this torch needs"
     major, minor = torch.cuda.get_device_capability(0)
     if (major, minor) < _LEAST_CAPABILITY:
         return f"its compute capability is {major}.{minor}, and the kernels need 8.0 (Ampere)"

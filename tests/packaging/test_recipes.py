@@ -96,6 +96,18 @@ def test_the_unit_runs_what_the_package_installs() -> None:
     assert f"ln -s {program} " in PKGBUILD
 
 
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
+@pytest.mark.parametrize("wrong", ["", "Restarts=always\n", "ProtectSystem=very\n"])
+def test_systemd_reads_the_unit(wrong: str, tmp_path: Path) -> None:
+    """Its program is another one here: the unit's is not installed."""
+    unit = (PACKAGING / "systemd/moeinf.service").read_text()
+    text = re.sub(r"^ExecStart=\S+", f"{wrong}ExecStart=/bin/sh", unit, flags=re.MULTILINE)
+    (tmp_path / "moeinf.service").write_text(text)
+    command = ["systemd-analyze", "verify", "--man=no", f"{tmp_path}/moeinf.service"]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert bool(ended.stdout + ended.stderr) == bool(wrong), ended.stderr
+
+
 def test_the_python_of_the_formula_is_a_supported_one() -> None:
     (version,) = set(re.findall(r"python@?(\d\.\d+)\"", FORMULA))
     assert f"cp{version.replace('.', '')}-manylinux_*" in PROJECT["tool"]["cibuildwheel"]["build"]

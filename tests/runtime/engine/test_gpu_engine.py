@@ -210,18 +210,21 @@ def test_a_bus_is_measured_without_page_locking_and_never_without_copies(
 
 
 @pytest.mark.parametrize(
-    ("available", "capability", "words"),
+    ("cuda", "available", "capability", "words"),
     [
-        (False, (9, 0), "this torch does not support it"),
-        (True, (7, 5), "its compute capability is 7.5, and the kernels need 8.0 (Ampere)"),
-        (True, (8, 0), None),
-        (True, (12, 0), None),
+        (None, False, (9, 0), "this torch does not support it"),
+        ("13.0", False, (9, 0), "its driver cannot run CUDA 13.0, which this torch needs"),
+        ("13.0", True, (7, 5), "its compute capability is 7.5, and the kernels need 8.0 (Ampere)"),
+        ("13.0", True, (8, 0), None),
+        ("13.0", True, (12, 0), None),
     ],
 )
 def test_what_kernels_need(
-    available: bool, capability: tuple[int, int], words: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    cuda: str | None, available: bool, capability: tuple[int, int], words: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
     monkeypatch.setattr(gpus, "triton_fault", lambda: None)

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
+import tempfile
+from importlib.machinery import ModuleSpec
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
 
+from moeinf.native import kernel_path
 from moeinf.offload.format import direct_io
 from moeinf.runtime.config import Settings
 from moeinf.runtime.machine import diagnosis
@@ -130,6 +138,104 @@ def test_torch_fits_the_gpu(
     one = found("torch", tmp_path, tmp_path)
     assert one.ok == ok
     assert one.hint.endswith(hint) if hint else not one.hint
+
+
+@pytest.mark.parametrize(
+    ("fast", "words"),
+    [(True, ", attention "), (False, ": this processor has no vector instructions")],
+)
+def test_kernels(fast: bool, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnosis, "kernels_are_fast", lambda: fast)
+    one = found("kernels", tmp_path, tmp_path)
+    assert (one.ok, one.hint) == (fast, "")  # another processor cannot be typed
+    assert one.fact.startswith(kernel_path() + words)
+
+
+def test_torch_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_package(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(diagnosis, "version_of", no_package)
+    one = found("torch", tmp_path, tmp_path)
+    assert (one.ok, one.fact) == (False, "not installed")
+    assert one.hint == f"pip install torch --index-url {diagnosis.CPU_INDEX}"
+
+
+class Triton:
+    """Its driver, as after a build of the launcher that failed."""
+
+    def __init__(self, fault: str) -> None:
+        self.fault = fault
+
+    @property
+    def active(self) -> Any:
+        if self.fault:
+            raise RuntimeError(f"{self.fault}\nPlease specify via CC")
+        return self
+
+    utils = None
+
+
+def put_triton(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    package, runtime = ModuleType("triton"), ModuleType("triton.runtime")
+    package.__spec__ = ModuleSpec("triton", None)
+    vars(runtime)["driver"] = Triton(fault)
+    monkeypatch.setitem(sys.modules, "triton", package)
+    monkeypatch.setitem(sys.modules, "triton.runtime", runtime)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "available", "capability", "triton", "hint"),
+    [
+        (None, False, (9, 0), "", "pip install --force-reinstall torch"),
+        ("13.0", False, (9, 0), "", "nvidia-smi"),  # the driver is too old
+        ("13.0", True, (7, 5), "", "moeinf help run"),
+        ("13.0", True, (9, 0), "Failed to find C compiler.", "apt install gcc python3-dev"),
+        ("13.0", True, (9, 0), "", ""),
+    ],
+)
+def test_what_a_gpu_lacks(
+    cuda: str | None, available: bool, capability: tuple[int, int], triton: str, hint: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(diagnosis, "is_there", lambda _: "A100")
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    put_triton(monkeypatch, triton)
+    one = found("gpu", tmp_path, tmp_path)
+    assert (one.ok, one.hint) == (not hint, hint)
+    assert one.fact.startswith(
+        "A100; `--device cuda`" if one.ok else "A100, which cannot be used: "
+    )
+
+
+def test_a_gpu_without_triton(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnosis, "is_there", lambda _: "A100")
+    monkeypatch.setitem(sys.modules, "triton", None)
+    one = found("gpu", tmp_path, tmp_path)
+    assert (one.ok, one.hint) == (False, "pip install triton")
+
+
+def test_a_gpu_with_a_torch_that_cannot_be_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(diagnosis, "is_there", lambda _: "A100")
+    put_triton(monkeypatch, "")
+    monkeypatch.setitem(sys.modules, "torch", None)
+    one = found("gpu", tmp_path, tmp_path)
+    assert (one.ok, one.hint) == (False, "pip install --force-reinstall torch")
+
+
+@pytest.mark.skipif(not hasattr(os, "preadv"), reason="the system has no direct I/O")
+def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_only(**_options: object) -> Any:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(tempfile, "NamedTemporaryFile", read_only)
+    one = found("direct_io", tmp_path, tmp_path)
+    assert (one.ok, one.fact) == (False, "not known: Read-only file system")
+    assert one.hint == "MOEINF_HOME=/a/folder/that/you/own"
 
 
 def test_a_torch_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
