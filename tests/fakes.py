@@ -251,6 +251,8 @@ class AtOnce:
     def calls(self) -> Calls:
         return Calls()
 
+    def call_bytes_per_s(self) -> None: ...
+
     def may_write(self, slot: int) -> bool:
         return False
 
