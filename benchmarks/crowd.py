@@ -95,14 +95,17 @@ async def watch(address: str, model: str, frames: list[int]) -> None:
 
 
 async def look(address: str, looks: list[int]) -> None:
-    """Ask for the models until cancelled, and count how often."""
-    async with connected(address) as (reader, writer):
-        while True:
+    """Ask for the models until cancelled, and count how often.
+
+    The server closes a connection that is idle as long as a page waits, so each look opens one.
+    """
+    while True:
+        async with connected(address) as (reader, writer):
             for path in _LOOKS:
                 writer.write(request("GET", path))
                 await whole(reader)
-            looks[0] += 1
-            await asyncio.sleep(_LOOK_S)
+        looks[0] += 1
+        await asyncio.sleep(_LOOK_S)
 
 
 async def whole(reader: asyncio.StreamReader) -> bytes:
