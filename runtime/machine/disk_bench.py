@@ -28,9 +28,9 @@ from moeinf.runtime.system import drop_cached, read_at
 
 IN_FLIGHT = (1, 2, 4, 8, 16, 32)
 GOOD_ENOUGH = 0.95  # of the best; within it fewer threads and larger blocks are preferred
-BUFFERED_GAIN = 2.0  # reads through the page cache must be so many times as fast as O_DIRECT
 WHOLE_BLOCKS = 1 << 30  # an expert in one system call
 _BLOCKS = (WHOLE_BLOCKS, 1 << 20, 256 << 10)
+_BUFFERED_GAIN = 2.0  # reads through the page cache must be so many times as fast as O_DIRECT
 _LEAST_READERS = 4
 _PROBES = 64
 _CACHED_SHARE = 0.05  # of the probed pages; above it buffered figures include the page cache
@@ -139,7 +139,7 @@ def _choose(direct: dict[int, float], buffered: dict[int, float]) -> Reading:
     Under a memory limit reads through the page cache push out each other's pages, and one pass in
     a busy moment proves no small difference. So they must be much faster.
     """
-    is_direct = BUFFERED_GAIN * max(direct.values(), default=0.0) > max(buffered.values())
+    is_direct = _BUFFERED_GAIN * max(direct.values(), default=0.0) > max(buffered.values())
     readers, speed = _first_good(sorted((direct if is_direct else buffered).items()))
     return Reading(readers, WHOLE_BLOCKS, is_direct, speed, readers)
 

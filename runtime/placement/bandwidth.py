@@ -104,7 +104,8 @@ def check_drive(
     if drive.thorough or not drive.reading.direct or call_bytes_per_s is None:
         return
     if call_bytes_per_s > _FASTER * drive.reading.bytes_per_s:
-        forget_drive(settings, drive, *places(folder))
+        with suppress(OSError):  # the model may be gone
+            forget_drive(settings, drive, *places(folder))
 
 
 def drive_now(folder: Path, manifest: Manifest) -> float:

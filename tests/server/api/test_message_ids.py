@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 import anthropic
@@ -12,7 +13,6 @@ import httpx
 import pytest
 
 from moeinf.server.api.messages.answer import RequestIds
-from moeinf.server.engines import jobs
 from moeinf.server.engines.model_manager import ModelManager
 from tests.server.api.test_progress import LONG
 from tests.server.scripted import Script
@@ -86,19 +86,10 @@ def test_a_bug_has_its_id(
 
 
 def test_a_late_error_has_the_id_of_its_stream(
-    chatml: str, script: Script, monkeypatch: pytest.MonkeyPatch
+    chatml: str, script: Script, fail_reading: Callable[[], None]
 ) -> None:
     script.say("42")
-    monkeypatch.setattr(jobs, "QUIET_S", 0.0)
-    monkeypatch.setattr(jobs, "EVERY_S", 0.0)
-
-    def reading(job: jobs.Job, read: int, tokens: int) -> None:
-        note(job, read, tokens)
-        if read:
-            raise MemoryError("no room for this window")
-
-    note = jobs.Job._read
-    monkeypatch.setattr(jobs.Job, "_read", reading)
+    fail_reading()
     long = {**ASK, "stream": True, "messages": [{"role": "user", "content": LONG}]}
     with httpx.stream("POST", f"{chatml}/v1/messages", json=long, timeout=60) as answer:
         lines = [line for line in answer.iter_lines() if line.startswith("data: ")]

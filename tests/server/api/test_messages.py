@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import anthropic
@@ -12,7 +12,6 @@ import httpx
 import pytest
 
 from moeinf.server.api.messages.answer import SIGNATURE
-from moeinf.server.engines import jobs
 from tests.server.api.test_progress import LONG
 from tests.server.api.test_tools import CALL, THOUGHT
 from tests.server.api.test_tools import TOOLS as OPENAI_TOOLS
@@ -352,24 +351,15 @@ def test_what_has_no_effect(chatml: str, client: anthropic.Anthropic, script: Sc
 
 
 def test_pings_and_a_late_error(
-    chatml: str, script: Script, monkeypatch: pytest.MonkeyPatch
+    chatml: str, script: Script, fail_reading: Callable[[], None]
 ) -> None:
     """A ping at the beginning, one for each report of a long prompt; an error ends the stream."""
     script.say("42")
-    monkeypatch.setattr(jobs, "QUIET_S", 0.0)
-    monkeypatch.setattr(jobs, "EVERY_S", 0.0)
-    fails = False
-
-    def reading(job: jobs.Job, read: int, tokens: int) -> None:
-        note(job, read, tokens)
-        if fails and read:
-            raise MemoryError("no room for this window")
-
-    note = jobs.Job._read
-    monkeypatch.setattr(jobs.Job, "_read", reading)
     body = {"model": "demo", "max_tokens": 9, "stream": True}
     found = []
     for fails in (False, True):
+        if fails:
+            fail_reading()
         said = LONG.replace("plus", "and" if fails else "or")
         asked = {**body, "messages": [{"role": "user", "content": said}]}
         url, headers = f"{chatml}/v1/messages", {"x-api-key": "secret"}

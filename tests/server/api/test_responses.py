@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -13,7 +13,6 @@ import pytest
 from pydantic import BaseModel
 
 from moeinf.server.api.responses import store
-from moeinf.server.engines import jobs
 from tests.server.api.test_progress import LONG
 from tests.server.api.test_tools import CALL, THOUGHT
 from tests.server.api.test_tools import TOOLS as CHAT_TOOLS
@@ -342,20 +341,11 @@ def test_what_has_no_effect(chatml: str, script: Script) -> None:
 
 
 def test_progress_and_a_late_error(
-    chatml: str, script: Script, monkeypatch: pytest.MonkeyPatch
+    chatml: str, script: Script, fail_reading: Callable[[], None]
 ) -> None:
     """A long prompt's progress is a comment; an error ends the stream as a failed response."""
     script.say("42")
-    monkeypatch.setattr(jobs, "QUIET_S", 0.0)
-    monkeypatch.setattr(jobs, "EVERY_S", 0.0)
-
-    def reading(job: jobs.Job, read: int, tokens: int) -> None:
-        note(job, read, tokens)
-        if read:
-            raise MemoryError("no room for this window")
-
-    note = jobs.Job._read
-    monkeypatch.setattr(jobs.Job, "_read", reading)
+    fail_reading()
     body = {"model": "demo", "stream": True, "input": LONG}
     with httpx.stream("POST", f"{chatml}/v1/responses", json=body, timeout=60) as answer:
         lines = [line for line in answer.iter_lines() if line]

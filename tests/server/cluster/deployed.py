@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import httpx
@@ -140,17 +139,6 @@ class Deployed:
     def close(self) -> None:
         """End the head and all that it has started."""
         self._opened.close()
-
-    def __enter__(self) -> Deployed:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def free_ports(count: int) -> list[int]:

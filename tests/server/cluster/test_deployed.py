@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ HUGE = "900GiB"
 
 @pytest.fixture(scope="module")
 def deployed(demo_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
-    with Deployed(demo_home, tmp_path_factory.mktemp("deployed")) as found:
+    with closing(Deployed(demo_home, tmp_path_factory.mktemp("deployed"))) as found:
         found.deploy()
         found.wait()
         yield found

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import httpx
@@ -32,7 +32,7 @@ def nodes(demo_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     if why := usable():
         pytest.skip(why)
     folder = tmp_path_factory.mktemp("nodes")
-    with TwoNodes(demo_home, folder) as found:
+    with closing(TwoNodes(demo_home, folder)) as found:
         yield found
 
 

@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 
 import httpx
 
@@ -211,17 +210,6 @@ class TwoNodes:
     def close(self) -> None:
         """End the server, the nodes and the link."""
         self._opened.close()
-
-    def __enter__(self) -> TwoNodes:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def _answers(host: str, port: int) -> bool:

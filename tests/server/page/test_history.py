@@ -20,15 +20,21 @@ RECORDS = """() => new Promise((resolve) => {
 KEPT = f"async () => (await ({RECORDS})()).map((one) => one.title)"
 
 
-def test_all_chats_are_deleted_after_a_question(page: Any) -> None:
-    """Also one that is still answered, in this tab and in another."""
-    told(page, [{"message": {"content": "yes"}, "done": True}])
+def second_tab(page: Any) -> Any:
+    """Ask in the chats one and two, and return another tab, which shows two."""
     ask(page, "one")
     page.get_by_role("button", name="New chat").click()
     ask(page, "two")
     other = page.context.new_page()
     other.goto(page.url)
     other.wait_for_selector("article.own")
+    return other
+
+
+def test_all_chats_are_deleted_after_a_question(page: Any) -> None:
+    """Also one that is still answered, in this tab and in another."""
+    told(page, [{"message": {"content": "yes"}, "done": True}])
+    other = second_tab(page)
     page.unroute("**/api/chat")
     page.route("**/api/chat", lambda route: None)  # never answered
     page.fill("#question", "slow")
@@ -85,12 +91,7 @@ def test_the_focus_stays_in_the_history_when_a_chat_is_deleted(page: Any) -> Non
 def two_tabs(page: Any) -> Any:
     """Keep the chats one and two, show two with the history, and return another tab that does."""
     page.context.route("**/api/chat", lambda route: route.fulfill(body=YES))
-    ask(page, "one")
-    page.get_by_role("button", name="New chat").click()
-    ask(page, "two")
-    other = page.context.new_page()
-    other.goto(page.url)
-    other.wait_for_selector("article.own")
+    other = second_tab(page)
     for tab in (page, other):
         tab.locator("details.past summary").click()
         tab.wait_for_selector(".past li")

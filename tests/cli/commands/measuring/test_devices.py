@@ -9,7 +9,7 @@ import pytest
 
 from moeinf.cli.commands.measuring import devices as command
 from moeinf.cli.main import answer
-from moeinf.runtime.machine.disk_bench import IN_FLIGHT
+from moeinf.runtime.machine.disk_bench import IN_FLIGHT, WHOLE_BLOCKS, Reading, Sweep
 from tests.cli.conftest import check_document
 
 
@@ -43,6 +43,22 @@ def test_the_table_names_loops_and_ways(home: Path, capsys: pytest.CaptureFixtur
     assert "1 thread, prefetch, huge pages" in text
     assert "past the page cache (O_DIRECT)" in text
     assert "Chosen: " in text
+
+
+@pytest.mark.parametrize(("buffered", "told"), [(1.9e9, True), (0.9e9, False)])
+def test_a_choice_that_is_not_the_fastest_has_a_reason(
+    home: Path,
+    buffered: float,
+    told: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    reading = Reading(4, WHOLE_BLOCKS, True, 1e9, 1)
+    speeds = (dict.fromkeys(IN_FLIGHT, one) for one in (1e9, buffered))
+    found = Sweep(*speeds, {WHOLE_BLOCKS: 1e9}, reading, ())
+    monkeypatch.setattr(command, "sweep", lambda *_: found)
+    assert answer(["devices", "--expert-size", "64KiB", "--quiet"]) == 0
+    assert ("The page cache is not twice as fast" in capsys.readouterr().out) is told
 
 
 @pytest.mark.parametrize("size", ["1", "1GiB", "50%", "huge"])
