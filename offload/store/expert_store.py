@@ -154,11 +154,14 @@ class ExpertStore(NativeLayerExperts):
     def warm(self, cells: Iterable[int]) -> int:
         """Read these into empty host slots, in order, at the lowest priority; return how many fit.
 
-        Where a tier above wants all experts, the others follow while there is room. Once all are
-        there, no layer has to read its routing.
+        Where a tier holds all experts, the others follow while there is room: then no token has to
+        wait for the drive.
         """
-        rest = range(self.host.table.cells) if any(tier.wants_all for tier in self.above) else ()
-        return self.host.warm([*cells, *rest])
+        every = self.host.all_fit
+        count = self.host.warm(cells, None if every else "predicted")
+        if every or any(tier.wants_all for tier in self.above):
+            count += self.host.warm(range(self.host.table.cells), None)
+        return count
 
     def resize(self, slots: int) -> None:
         """Use this number of host slots from now on, between passes.

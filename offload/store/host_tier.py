@@ -21,7 +21,7 @@ from moeinf.offload.format.layout import ExpertLayout
 from moeinf.offload.policy.base import Policy, Prefetch
 from moeinf.offload.routing.trace import Phase
 from moeinf.offload.store.compute import SlotMath, TorchFfn, by_math
-from moeinf.offload.store.prefetch import ReadAhead
+from moeinf.offload.store.prefetch import Cause, ReadAhead
 from moeinf.offload.store.prefetch_gate import Judge
 from moeinf.offload.store.residency import Residency
 from moeinf.offload.store.resident_layers import NativeLayer, SlotKernels
@@ -51,8 +51,7 @@ class HostTier:
         """Set up the tier.
 
         layouts: of every expert, in the order of cells, each within a slot of the pool.
-        experts: number of one layer. stats: the counters. slots: of the pool, those in use; None:
-        all of them.
+        experts: number of one layer. slots: of the pool, those in use; None: all of them.
         """
         self.experts, self.layouts = experts, tuple(layouts)
         self.table = Residency(slots or pool.slots, len(layouts), pool.slots)
@@ -116,6 +115,8 @@ class HostTier:
     def begin_pass(self, rows: NDArray[np.int64], phase: Phase) -> None:
         self.decoding = self._ahead.decoding = phase == "decode"
         self.pieces, self.table.leaving = (), self.table.cells
+        if self.all_fit:
+            self.settle()  # so that layers whose experts have all arrived are native calls
         begin = self.clock()
         self.judge.begin_pass()
         self.policy.begin_pass(rows, phase)
@@ -175,9 +176,9 @@ class HostTier:
         self.stats.used(self.decoding, events, events)
         self.decided(begin)
 
-    def warm(self, cells: Iterable[int]) -> int:
+    def warm(self, cells: Iterable[int], cause: Cause | None) -> int:
         """Read these into empty slots, in order, at the lowest priority; return how many fit."""
-        return self._ahead.warm(cells)
+        return self._ahead.warm(cells, cause)
 
     def settle(self) -> None:
         """Make arrived prefetches resident. Called between layers."""

@@ -12,7 +12,8 @@ Does not know layers, rows, arithmetic, or the reasons of a policy.
 The prefetches of a layer replace those of the layer before, as in the simulator. Only a read that
 has begun can cost another expert its slot. prefetch_gate.py is told the outcome of each. The first
 prefetches, the *warm start*, fill empty slots only. They wait at a lower priority than any other,
-survive layers, and are cancelled when a slot is needed.
+survive layers, and are cancelled when a slot is needed. Those that nothing predicts have no cause,
+and their use is not counted: a layer is one native call only while no use has to be counted.
 Only the engine's thread uses it.
 """
 
@@ -42,7 +43,7 @@ class _Flight:
     """A read that no layer has requested yet."""
 
     ticket: int  # 0: the bytes were there
-    cause: Cause
+    cause: Cause | None  # None: nothing predicted it
     warm: bool
     victim: int | None = None  # the cell evicted for it
     victim_cause: Cause | None = None  # if the victim was itself prefetched, and never used
@@ -62,6 +63,8 @@ class ReadAhead:
         self._residency, self._transfer, self._policy = residency, transfer, policy
         self._stats, self._judge = stats, judge
         self._flying: dict[int, _Flight] = {}  # by cell, in the order of asking
+        self._cells: dict[int, int] = {}  # by ticket, of those in flight
+        self._new: list[int] = []  # cells that no settle has seen: they may not have begun
         self._unused: dict[int, Cause] = {}  # arrived, neither used nor evicted yet
         self.decoding = False
 
@@ -72,31 +75,47 @@ class ReadAhead:
         """Make arrived reads resident, and cancel the prefetches that have not begun."""
         if not self._flying:
             return
-        ended = dict(self._transfer.ended())
-        for cell, flight in list(self._flying.items()):
-            if flight.ticket and flight.ticket not in ended:
-                if not flight.warm and self._transfer.cancel(flight.ticket):
-                    self._return(cell, self._flying.pop(cell))
+        for ticket, failure in self._transfer.ended():
+            cell = self._cells.get(ticket)
+            if cell is not None:
+                self._settle(cell, failed=failure is not None)
+        new, self._new = self._new, []
+        for cell in new:
+            flight = self._flying.get(cell)
+            if flight is None:
                 continue
-            del self._flying[cell]
-            if ended.get(flight.ticket) is not None:
-                self._residency.give_up(cell, self._transfer.may_write)
-                continue
-            self._residency.loaded(cell)
-            self._account(cell, flight)
+            if not flight.ticket:
+                self._settle(cell)
+            elif not flight.warm and self._transfer.cancel(flight.ticket):
+                self._return(cell, self._land(cell))
+
+    def _settle(self, cell: int, failed: bool = False) -> None:
+        flight = self._land(cell)
+        if failed:
+            self._residency.give_up(cell, self._transfer.may_write)
+            return
+        self._residency.loaded(cell)
+        self._account(cell, flight)
+        if flight.cause is not None:
             self._unused[cell] = flight.cause
-            self._policy.admitted(cell)
+        self._policy.admitted(cell)
+
+    def _land(self, cell: int) -> _Flight:
+        flight = self._flying.pop(cell)
+        self._cells.pop(flight.ticket, None)
+        return flight
 
     def take(self, cell: int) -> int | None:
         """Return the ticket of a cell in flight that a layer requests; it is pinned demand then."""
-        flight = self._flying.pop(cell, None)
-        if flight is None:
+        if cell not in self._flying:
             return None
+        flight = self._land(cell)
         self._residency.pin(cell)
         self._judge.judged(cell, used=True)
         self._transfer.hasten(flight.ticket)
-        self._stats.ahead_bytes_used += self._transfer.bytes_of(cell)
-        self._stats.ahead_bytes_read += self._transfer.bytes_of(cell)
+        if flight.cause is not None:
+            self._stats.ahead_bytes_used += self._transfer.bytes_of(cell)
+            self._stats.ahead_bytes_read += self._transfer.bytes_of(cell)
         return flight.ticket
 
     @property
@@ -144,7 +163,7 @@ class ReadAhead:
             flights[cell] = flight
         self._launch(flights, _PREFETCH)
 
-    def warm(self, cells: Iterable[int]) -> int:
+    def warm(self, cells: Iterable[int], cause: Cause | None) -> int:
         """Fill empty slots with these, in this order, at the lowest priority; return how many."""
         flights: dict[int, _Flight] = {}
         for cell in cells:
@@ -152,7 +171,7 @@ class ReadAhead:
                 break
             if not self._residency.has_slot(cell):
                 self._residency.assign(cell, pinned=False)
-                flights[cell] = _Flight(0, "predicted", warm=True)
+                flights[cell] = _Flight(0, cause, warm=True)
         self._launch(flights, _WARM)
         return len(flights)
 
@@ -160,7 +179,7 @@ class ReadAhead:
         """Cancel the queued read of the lowest rank and free its slot. False: no read is queued."""
         for cell in reversed(self._flying):
             if self._transfer.cancel(self._flying[cell].ticket):
-                self._return(cell, self._flying.pop(cell))
+                self._return(cell, self._land(cell))
                 return self._residency.free > 0
         return False
 
@@ -170,7 +189,7 @@ class ReadAhead:
             return False
         cell = next(iter(self._flying))
         try:
-            self._transfer.abandon(self._flying.pop(cell).ticket)
+            self._transfer.abandon(self._land(cell).ticket)
         finally:
             self._residency.give_up(cell, self._transfer.may_write)
         return True
@@ -181,7 +200,7 @@ class ReadAhead:
             if flight.warm or cell in cells:
                 continue
             if self._transfer.cancel(flight.ticket, half_read=True):
-                del self._flying[cell]
+                self._land(cell)
                 self._judge.judged(cell, used=False)
                 self._residency.give_up(cell, self._transfer.may_write)
 
@@ -193,6 +212,8 @@ class ReadAhead:
         for flight, ticket in zip(flights.values(), tickets, strict=True):
             flight.ticket = ticket
         self._flying.update(flights)
+        self._cells.update((flight.ticket, cell) for cell, flight in flights.items())
+        self._new += flights
 
     def _return(self, cell: int, flight: _Flight) -> None:
         """Undo a read that never began: the slot belongs to its victim again."""
@@ -211,7 +232,8 @@ class ReadAhead:
         stats, size = self._stats, self._transfer.bytes_of(cell)
         stats.loads += 1
         stats.bytes_read += size
-        stats.ahead_bytes_read += size
+        if flight.cause is not None:
+            stats.ahead_bytes_read += size
         if self.decoding and not flight.warm:
             stats.decode_loads += 1
             stats.decode_bytes_read += size

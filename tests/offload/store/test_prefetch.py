@@ -91,7 +91,7 @@ def test_a_dropped_read_counts_as_a_wrong_claim(ahead: ReadAhead, judge: Judge) 
 
 
 def test_the_warm_start_is_not_dropped(ahead: ReadAhead, residency: Residency) -> None:
-    assert ahead.warm([4, 5]) == 2
+    assert ahead.warm([4, 5], "predicted") == 2
     ahead.settle()
     ahead.prefetch([])
     assert residency.has_slot(4)

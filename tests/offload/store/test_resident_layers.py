@@ -12,6 +12,26 @@ from tests.offload.store.test_expert_store import LAYOUT, D, E, K, L, Shards, ro
 from tests.offload.store.test_expert_store import shards as shards  # the fixture
 
 
+@pytest.mark.parametrize(("slots", "read"), [(L * E, L * E), (L * E - 1, 1)])
+def test_the_rest_is_read_ahead_where_all_experts_fit(
+    shards: Shards, slots: int, read: int
+) -> None:
+    store = shards.store(slots=slots)
+    assert store.warm([3]) == read
+    store.host._transfer._queue.drain()
+    run(store, 0, 1, 0)
+    if slots == L * E:
+        native = [store.slots(layer) is not None for layer in range(L)]
+        assert native == [shards.layouts[0] is not LAYOUT and layer < L - 1 for layer in range(L)]
+        assert (store.resident, store.stats.loads, store.stats.ahead_bytes_read) == (
+            L * E,
+            L * E,
+            0,
+        )
+        assert store.stats.decode_hits == store.stats.decode_events > 0
+    store.close()
+
+
 def test_a_layer_that_is_all_there_is_one_call(shards: Shards) -> None:
     """Where a layer has one layout with kernels, and few rows; a missing expert prevents it."""
     store = shards.store(slots=L * E)
