@@ -80,7 +80,7 @@ def _cuts(
             asked: tuple[int, ...] = ()
             question = (place,)
         else:
-            late = bool(question) and question[0] < newest < place
+            late = max(question, default=head - 1) < newest < place  # between a call and its result
             asked = (*question, newest) if late else question
         if place - head - len(asked) > dropped:
             dropped = place - head - len(asked)

@@ -86,6 +86,7 @@ def test_the_fewest_messages_go(turns: list[tuple[str, int]], systems: int, cont
         ("user call tool assistant user", 4, [0, 3, 4]),
         ("user call tool assistant user", 2, [4]),
         ("user call user tool call tool", 5, [0, 2, 4, 5]),  # a text between a call and its result
+        ("call user tool call tool", 4, [1, 3, 4]),  # the only text is between them
         ("user user user call tool", 4, [1, 2, 3, 4]),
         ("system user call tool", 3, None),
     ],
