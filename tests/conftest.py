@@ -19,6 +19,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
 import torch
+from hypothesis import settings
 
 from moeinf.runtime.checkpoints.checkpoint import open_checkpoint
 from moeinf.runtime.config import EngineConfig, Settings
@@ -42,6 +43,9 @@ if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 ):  # a shell's background job: children inherit the ignored signal
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# The same examples in every run, without a time limit.
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.load_profile("repeatable")
 os.environ["MOEINF_NO_SERVER"] = "1"  # no test leaves a server; those of this feature unset it
 # Triton reads it when a kernel is defined, whichever test defines it
 if not torch.cuda.is_available():

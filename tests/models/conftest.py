@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,10 +17,6 @@ from tests.fakes import Loaded, load_resident
 from tests.tiny import TINY, by_default, save_tiny
 
 TOKENS = 60
-
-# The same examples in every run, without a time limit.
-settings.register_profile("repeatable", derandomize=True, deadline=None)
-settings.load_profile("repeatable")
 
 
 @dataclass
