@@ -12,8 +12,9 @@ Does not know layers, rows, arithmetic, or the reasons of a policy.
 The prefetches of a layer replace those of the layer before, as in the simulator. Only a read that
 has begun can cost another expert its slot. prefetch_gate.py is told the outcome of each. The first
 prefetches, the *warm start*, fill empty slots only. They wait at a lower priority than any other,
-survive layers, and are cancelled when a slot is needed. Those that nothing predicts have no cause,
-and their use is not counted: a layer is one native call only while no use has to be counted.
+survive layers, and are cancelled when a slot is needed or their own layer asks first. Those that
+nothing predicts have no cause, and their use is not counted: a layer is one native call only while
+no use has to be counted.
 Only the engine's thread uses it.
 """
 
@@ -106,10 +107,17 @@ class ReadAhead:
         return flight
 
     def take(self, cell: int) -> int | None:
-        """Return the ticket of a cell in flight that a layer requests; it is pinned demand then."""
+        """Return the ticket of a cell in flight that a layer requests; it is pinned demand then.
+
+        None: it is not in flight, or has not begun and is cancelled: a layer's reads are to come in
+        the order in which it waits for them.
+        """
         if cell not in self._flying:
             return None
         flight = self._land(cell)
+        if flight.warm and self._transfer.cancel(flight.ticket):
+            self._residency.release(cell)
+            return None
         self._residency.pin(cell)
         self._judge.judged(cell, used=True)
         self._transfer.hasten(flight.ticket)

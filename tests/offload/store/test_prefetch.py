@@ -96,3 +96,16 @@ def test_the_warm_start_is_not_dropped(ahead: ReadAhead, residency: Residency) -
     ahead.prefetch([])
     assert residency.has_slot(4)
     assert residency.has_slot(5)
+
+
+def test_a_queued_read_of_the_warm_start_is_asked_for_again(
+    ahead: ReadAhead, residency: Residency, transfer: Yielding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a layer's reads come in the order in which it waits for them."""
+    ahead.warm([4, 5], None)
+    monkeypatch.setattr(transfer, "cancel", lambda _ticket: True)
+    assert ahead.take(4) is None
+    assert not residency.has_slot(4)
+    monkeypatch.undo()  # the other one has begun
+    assert ahead.take(5) == 2
+    assert transfer.hastened == [2]
