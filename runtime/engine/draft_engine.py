@@ -28,12 +28,13 @@ class Drafter(Protocol):
     """A model or a layer that continues a text greedily.
 
     begin: the tokens of a text before those of the state, which are skipped. cost: the bytes of a
-    token, in those of the engine's model.
+    token, in those of the engine's model. usual_chance: of its first token to be right.
     """
 
     state: KvCache
     begin: int
     cost: float
+    usual_chance: float
 
     @property
     def place(self) -> int:
@@ -58,6 +59,8 @@ class Drafter(Protocol):
 
 class DraftEngine:
     """A `Drafter`: a loaded model with the state of one text. Not thread-safe."""
+
+    usual_chance = 0.7
 
     def __init__(
         self,

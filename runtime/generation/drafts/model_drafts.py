@@ -23,7 +23,6 @@ from moeinf.runtime.generation.drafts.draft_gate import DraftGate
 from moeinf.runtime.generation.in_flight import Running, shared_tokens
 
 _CLASSES = (0.0, 0.3, 0.5, 0.7, 0.85, 0.95)  # lowest probability of each class
-_FIRST = 0.7  # the mean chance before the first outcome
 _CHANCES, _WEIGHT = (0.2, 0.4, 0.6, 0.78, 0.9, 0.97), 4.0  # the same of each class; its weight
 _MEMORY = 0.98  # decay per outcome
 _FADE = 0.002  # per decoded token: the mean chance moves back to the first, to be tried again
@@ -34,10 +33,13 @@ _FASTER = 4  # a read token takes this part of a drafted one, before it is measu
 
 
 class AcceptanceByProbability:
-    """Shares of drafted tokens that were right, by the draft model's probability."""
+    """Shares of drafted tokens that were right, by the draft model's probability.
 
-    def __init__(self) -> None:
-        self.mean = _FIRST
+    usual: the mean chance before the first outcome.
+    """
+
+    def __init__(self, usual: float) -> None:
+        self.mean = self._usual = usual
         self._right = [_WEIGHT * chance for chance in _CHANCES]
         self._all = [_WEIGHT] * len(_CLASSES)
 
@@ -55,7 +57,7 @@ class AcceptanceByProbability:
 
     def fade(self) -> None:
         """Move the mean a little to the first one."""
-        self.mean += _FADE * (_FIRST - self.mean)
+        self.mean += _FADE * (self._usual - self.mean)
 
 
 class ModelDrafts:
@@ -65,7 +67,7 @@ class ModelDrafts:
         self._engine, self._gate = engine, gate
         self._held: list[int] = []  # the tokens of the engine's state
         self._seconds = self._read_seconds = 0.0  # of a drafted and of a read token; 0: unknown
-        self._acceptance = AcceptanceByProbability()
+        self._acceptance = AcceptanceByProbability(engine.usual_chance)
         self._given: tuple[int, int, list[int], list[float]] | None = None
         self._lost = False  # an expert could not be read
 

@@ -13,6 +13,7 @@ from moeinf.offload.store.transfer import ExpertReadError
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine.draft_engine import DraftEngine
 from moeinf.runtime.engine.engine import Engine
+from moeinf.runtime.engine.mtp_engine import MtpEngine
 from moeinf.runtime.generation.drafts import model_drafts
 from moeinf.runtime.generation.drafts.draft_gate import DraftGate, DraftStats
 from moeinf.runtime.generation.drafts.lookup import Lookup
@@ -175,7 +176,7 @@ def test_the_whole_text_is_read_from_what_drafts_gained() -> None:
     for _ in range(10):
         gate.passed(1.0, 0.0)
     state = SimpleNamespace(length=0, truncate=lambda _: None)
-    engine = SimpleNamespace(begin=0, state=state)
+    engine = SimpleNamespace(begin=0, state=state, usual_chance=0.7)
     drafts, text = ModelDrafts(engine, gate), list(range(1000))  # type: ignore[arg-type]
     assert drafts._begin(one, text[:32], 0.1) == text[:32]  # type: ignore[arg-type]
     for gained, begin in ((0.0, 968), (24.0, 968), (26.0, 0)):  # 1,000 quarters of 0.1 s
@@ -187,8 +188,10 @@ def test_the_whole_text_is_read_from_what_drafts_gained() -> None:
     assert drafts._begin(one, [*text, 7, 8], 0.1) == [*text, 7, 8]  # type: ignore[arg-type]
 
 
-def test_trust_learns_from_what_followed() -> None:
-    acceptance = AcceptanceByProbability()
+@pytest.mark.parametrize("usual", [DraftEngine.usual_chance, MtpEngine.usual_chance])
+def test_trust_learns_from_what_followed(usual: float) -> None:
+    acceptance = AcceptanceByProbability(usual)
+    assert acceptance.mean == usual
     for number in range(400):
         acceptance.add(0.99, True)
         acceptance.add(0.4, number % 4 == 0)
@@ -199,7 +202,16 @@ def test_trust_learns_from_what_followed() -> None:
     assert before == pytest.approx(0.78)
     for _ in range(3000):
         acceptance.fade()
-    assert acceptance.mean == pytest.approx(0.7, abs=0.01)
+    assert acceptance.mean == pytest.approx(usual, abs=0.01)
+
+
+def test_an_mtp_layer_is_tried_at_its_usual_chance() -> None:
+    """With a head that takes a fourth of a pass, as of a small model with a large vocabulary."""
+    gate = DraftGate()
+    for _ in range(10):
+        gate.passed(1.0, 0.0)
+    for usual, tried in ((DraftEngine.usual_chance, 0), (MtpEngine.usual_chance, 1)):
+        assert gate.worth(DraftStats(), [AcceptanceByProbability(usual).mean], 0.25) == tried
 
 
 def test_the_draft_models_time_is_a_cost() -> None:
