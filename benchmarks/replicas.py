@@ -105,7 +105,7 @@ def topics(home: Path, cache: Path, length: int) -> list[Item]:
     bfloat16(rows).tofile(logits)
     made = replace(made, given={**made.given, "lm_head.weight": logits})
     made.ours("q4")
-    shutil.copytree(made.settings.models, Settings(home).models)
+    shutil.copytree(made.settings.models / made.name, Settings(home).models / made.name)
     letters: dict[int, list[str]] = {}
     for letter in string.ascii_letters + string.digits:
         letters.setdefault(tokenizer.encode(letter).ids[-1] % _TOPICS, []).append(letter)
