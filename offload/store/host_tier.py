@@ -176,6 +176,11 @@ class HostTier:
         self.stats.used(self.decoding, events, events)
         self.decided(begin)
 
+    @property
+    def warming(self) -> bool:
+        """True while reads of the warm start are on their way, as of the last `settle`."""
+        return self._ahead.warming
+
     def warm(self, cells: Iterable[int], cause: Cause | None) -> int:
         """Read these into empty slots, in order, at the lowest priority; return how many fit."""
         return self._ahead.warm(cells, cause)
@@ -340,16 +345,10 @@ class HostTier:
         for cell in hits:
             cause = self._ahead.used(cell)
             if cause is not None and self.decoding:
-                if cause == "hinted":
-                    self.stats.decode_hits_hinted += len(routed.places[cell])
-                else:
-                    self.stats.decode_hits_predicted += len(routed.places[cell])
+                self.stats.hit_ahead(cause, len(routed.places[cell]))
 
     def clock(self) -> float:
-        """Return seconds; the clock stops during calls to the queue.
-
-        Those may lose the processor to the queue's readers.
-        """
+        """Return seconds; it stops during calls to the queue, whose readers may take the core."""
         return time.perf_counter() - self._transfer.telling_seconds
 
     def decided(self, begin: float) -> None:

@@ -67,6 +67,7 @@ class ReadAhead:
         self._cells: dict[int, int] = {}  # by ticket, of those in flight
         self._new: list[int] = []  # cells that no settle has seen: they may not have begun
         self._unused: dict[int, Cause] = {}  # arrived, neither used nor evicted yet
+        self._warm = 0  # reads of the warm start in flight
         self.decoding = False
 
     def use(self, policy: Policy) -> None:
@@ -104,6 +105,7 @@ class ReadAhead:
     def _land(self, cell: int) -> _Flight:
         flight = self._flying.pop(cell)
         self._cells.pop(flight.ticket, None)
+        self._warm -= flight.warm
         return flight
 
     def take(self, cell: int) -> int | None:
@@ -125,6 +127,11 @@ class ReadAhead:
             self._stats.ahead_bytes_used += self._transfer.bytes_of(cell)
             self._stats.ahead_bytes_read += self._transfer.bytes_of(cell)
         return flight.ticket
+
+    @property
+    def warming(self) -> bool:
+        """True while reads of the warm start are in flight, as of the last `settle`."""
+        return self._warm > 0
 
     @property
     def begun(self) -> Container[int]:
@@ -181,6 +188,7 @@ class ReadAhead:
                 self._residency.assign(cell, pinned=False)
                 flights[cell] = _Flight(0, cause, warm=True)
         self._launch(flights, _WARM)
+        self._warm += len(flights)
         return len(flights)
 
     def give_way(self) -> bool:

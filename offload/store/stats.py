@@ -7,6 +7,7 @@ hit if the expert was resident when its layer requested it.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Literal
 
 
 @dataclass
@@ -61,6 +62,13 @@ class StoreStats:
         for f in fields(self):
             setattr(self, f.name, getattr(self, f.name) + getattr(more, f.name))
         return self
+
+    def hit_ahead(self, cause: Literal["hinted", "predicted"], events: int) -> None:
+        """Count decode events whose expert had been prefetched, and why."""
+        if cause == "hinted":
+            self.decode_hits_hinted += events
+        else:
+            self.decode_hits_predicted += events
 
     @property
     def hit_rate(self) -> float | None:

@@ -21,14 +21,21 @@ class ComputeThreads:
     """
 
     def __init__(
-        self, count: int, in_torch: bool, tuned: bool, waited: Callable[[], float]
+        self,
+        count: int,
+        in_torch: bool,
+        tuned: bool,
+        waited: Callable[[], float],
+        warming: Callable[[], bool],
     ) -> None:
         """Give `count` threads to prompts.
 
         in_torch: torch computes everything, so passes of few rows get `count` too. tuned: choose
         their number while the engine runs. waited: the seconds that passes waited for experts.
+        warming: True while experts are read for later passes, which takes cores from this one.
         """
-        self._count, self._in_torch, self._waited = count, in_torch, waited
+        self._count, self._in_torch = count, in_torch
+        self._waited, self._warming = waited, warming
         self._native = count  # threads of the kernels now
         self._tuner = ThreadTuner(count) if tuned and not in_torch and count > 1 else None
 
@@ -50,7 +57,7 @@ class ComputeThreads:
         self._kernels(self._tuner.threads if rows == 1 else self.decoding if few else self._count)
         waited, begin = self._waited(), time.perf_counter()
         yield
-        if rows == 1 and self._waited() == waited:
+        if rows == 1 and self._waited() == waited and not self._warming():
             self._tuner.took(time.perf_counter() - begin)
 
     def _kernels(self, threads: int) -> None:

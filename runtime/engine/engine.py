@@ -98,6 +98,7 @@ class Engine:
             in_torch=info.format == "F32",
             tuned=tune_threads and tiers.gpu is None,
             waited=lambda: self.store.stats.stall_seconds,
+            warming=lambda: self.store.host.warming,
         )
 
     @property

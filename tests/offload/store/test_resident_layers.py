@@ -18,6 +18,7 @@ def test_the_rest_is_read_ahead_where_all_experts_fit(
 ) -> None:
     store = shards.store(slots=slots)
     assert store.warm([3]) == read
+    assert store.host.warming
     store.host._transfer._queue.drain()
     run(store, 0, 1, 0)
     if slots == L * E:
@@ -29,6 +30,7 @@ def test_the_rest_is_read_ahead_where_all_experts_fit(
             0,
         )
         assert store.stats.decode_hits == store.stats.decode_events > 0
+        assert not store.host.warming
     store.close()
 
 

@@ -21,7 +21,7 @@ class Kernels:
     """Kernels that take one second per thread, and their clock."""
 
     def __init__(self) -> None:
-        self.threads, self.now, self.waited = 4, 0.0, 0.0
+        self.threads, self.now, self.waited, self.warming = 4, 0.0, 0.0, False
 
     def run(self, wait: float = 0.0) -> None:
         self.waited += wait
@@ -40,6 +40,10 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
     torch.set_num_threads(before)
 
 
+def chosen(kernels: Kernels, in_torch: bool = False, tuned: bool = True) -> ComputeThreads:
+    return ComputeThreads(4, in_torch, tuned, lambda: kernels.waited, lambda: kernels.warming)
+
+
 def decode(threads: ComputeThreads, kernels: Kernels, steps: int, wait: float = 0.0) -> None:
     for _ in range(steps):
         with threads.of(1):
@@ -47,7 +51,7 @@ def decode(threads: ComputeThreads, kernels: Kernels, steps: int, wait: float = 
 
 
 def test_fewer_threads_stay_where_they_are_faster(kernels: Kernels) -> None:
-    threads = ComputeThreads(4, in_torch=False, tuned=True, waited=lambda: kernels.waited)
+    threads = chosen(kernels)
     decode(threads, kernels, 400)
     assert threads.decoding == 1
     with threads.of(MOST_ROWS):
@@ -59,14 +63,23 @@ def test_fewer_threads_stay_where_they_are_faster(kernels: Kernels) -> None:
 
 
 def test_a_pass_that_waited_says_nothing(kernels: Kernels) -> None:
-    threads = ComputeThreads(4, in_torch=False, tuned=True, waited=lambda: kernels.waited)
+    threads = chosen(kernels)
     decode(threads, kernels, 400, wait=9.0)
     assert (threads.decoding, kernels.threads) == (4, 4)
 
 
+def test_a_pass_beside_the_warm_start_says_nothing(kernels: Kernels) -> None:
+    threads, kernels.warming = chosen(kernels), True
+    decode(threads, kernels, 400)
+    assert (threads.decoding, kernels.threads) == (4, 4)
+    kernels.warming = False
+    decode(threads, kernels, 400)
+    assert threads.decoding == 1
+
+
 @pytest.mark.parametrize(("in_torch", "tuned"), [(True, True), (False, False)])
 def test_others_keep_their_number(in_torch: bool, tuned: bool, kernels: Kernels) -> None:
-    threads = ComputeThreads(4, in_torch=in_torch, tuned=tuned, waited=lambda: kernels.waited)
+    threads = chosen(kernels, in_torch, tuned)
     decode(threads, kernels, 400)
     assert (threads.decoding, kernels.threads) == (4, 4)
     with threads.of(1):
