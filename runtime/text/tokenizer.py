@@ -20,9 +20,10 @@ from tokenizers import Encoding
 from tokenizers import Tokenizer as _Tokenizer
 
 from moeinf.errors import UnusableInput
-from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint, read_json
+from moeinf.runtime.checkpoints.checkpoint import CONFIG, BadCheckpoint, read_json
 from moeinf.runtime.files.regular import read_regular
 from moeinf.runtime.requests import MAX_TEXT_BYTES, PromptTooLong
+from moeinf.runtime.text.chat_template import family_template
 from moeinf.runtime.text.reasoning import has_brackets, has_channels, has_turns, is_harmony
 from moeinf.runtime.text.special_spans import SpecialSpans
 from moeinf.runtime.text.tool_calls import format_of
@@ -350,7 +351,7 @@ def _about(folder: Path) -> dict[str, Any]:
 
 
 def chat_template(folder: Path, about: dict[str, Any] | None = None) -> str | None:
-    """Return a model's chat template, or None for a base model.
+    """Return a model's chat template, ours if its family's releases have none, or None.
 
     about: its tokenizer_config, if already read.
     """
@@ -366,7 +367,10 @@ def chat_template(folder: Path, about: dict[str, Any] | None = None) -> str | No
             if isinstance(t, dict) and t.get("name") == "default"
         )
         template = next(named, None)
-    return template if isinstance(template, str) else None
+    if isinstance(template, str):
+        return template
+    config = folder / CONFIG
+    return family_template(read_json(config).get("model_type")) if config.is_file() else None
 
 
 def marks_of(folder: Path) -> dict[str, str]:
