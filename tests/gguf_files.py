@@ -21,6 +21,7 @@ from torch import Tensor
 from tests.gguf_blocks import nvfp4, packed
 from tests.gguf_deltas import delta, kimi
 from tests.gguf_gemma4 import add_gemma4_keys, gemma4_scale
+from tests.gguf_modules import behind, module_count, module_name
 from tests.gguf_recent import (
     CLASSES,
     NAMES,
@@ -106,12 +107,16 @@ def write_gguf(
     stored: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         stored |= text_part(load_file(file))
+    modules, stored = module_count(stored), behind(stored, config)
+    blocks = config["num_hidden_layers"] + modules
     common = dict(gguf.TensorNameMap.block_mappings_cfg)  # a map of arctic would change it
     with mock.patch.object(gguf.TensorNameMap, "block_mappings_cfg", common):
-        names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
+        names = gguf.get_tensor_name_map(arch, blocks)
     written = NAMES.get(config["model_type"], gguf.MODEL_ARCH_NAMES[arch])
     writer = gguf.GGUFWriter(path, written, split_max_tensors=split)
-    _add_keys(writer, config)
+    _add_keys(writer, config, blocks)
+    if modules:
+        writer.add_nextn_predict_layers(modules)
     if source:
         writer.add_source_repo_url(f"https://huggingface.co/{source}")
     if tokens:
@@ -124,7 +129,8 @@ def write_gguf(
             writer.add_eos_token_id(eos)
     for name, values in _converted(stored, config):
         both = (names.get_name(n, (".weight", ".bias")) for n in (name, name[len("model.") :]))
-        mapped = next(filter(None, both), None) or gemma4_scale(name) or named(name)
+        mapped = module_name(name) or next(filter(None, both), None) or gemma4_scale(name)
+        mapped = mapped or named(name)
         assert mapped is not None, name
         kind = type_of(mapped, values)
         if kind == Kind.NVFP4:
@@ -160,9 +166,9 @@ def quantised(values: Tensor, kind: Kind) -> Any:
     return gguf.quants.quantize(values.float().contiguous().numpy(), kind)
 
 
-def _add_keys(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+def _add_keys(writer: gguf.GGUFWriter, config: Mapping[str, Any], blocks: int) -> None:
     """Write what every architecture has, as TextModel.set_gguf_parameters does."""
-    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_block_count(blocks)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     if config.get("intermediate_size"):
