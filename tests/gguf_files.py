@@ -33,6 +33,7 @@ from tests.gguf_recent import (
     named,
     text_part,
 )
+from tests.gguf_tokens import add_tokens
 
 Named = Iterator[tuple[str, Tensor]]
 TypeOf = Callable[[str, Tensor], Kind]  # (name in the file, values) -> its type
@@ -120,7 +121,7 @@ def write_gguf(
     if source:
         writer.add_source_repo_url(f"https://huggingface.co/{source}")
     if tokens:
-        count = _add_tokens(writer, json.loads((folder / "tokenizer.json").read_text()))
+        count = add_tokens(writer, json.loads((folder / "tokenizer.json").read_text()))
         writer.add_tokenizer_pre("glm4" if config["model_type"].startswith("glm4") else "gpt-2")
         if (template := folder / "chat_template.jinja").exists():
             writer.add_chat_template(template.read_text())
@@ -287,21 +288,6 @@ def _add_more_keys(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     if family == "qwen3_5_moe_text":
         inner = config["linear_value_head_dim"] * config["linear_num_value_heads"]
         writer.add_ssm_inner_size(inner)
-
-
-def _add_tokens(writer: gguf.GGUFWriter, tokenizer: Mapping[str, Any]) -> int:
-    """Write the vocabulary; return its size."""
-    vocabulary = sorted(tokenizer["model"]["vocab"].items(), key=lambda item: item[1])
-    added = {token["id"]: token for token in tokenizer.get("added_tokens", [])}
-    words = {number: text for text, number in vocabulary}
-    words |= {number: token["content"] for number, token in added.items()}
-    count = max(words) + 1
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([words.get(number, f"[PAD{number}]") for number in range(count)])
-    writer.add_token_types([3 if number in added else 1 for number in range(count)])
-    merges = tokenizer["model"].get("merges", [])
-    writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in merges])
-    return count
 
 
 def _converted(stored: Mapping[str, Tensor], config: Mapping[str, Any]) -> Named:

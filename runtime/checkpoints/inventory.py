@@ -275,8 +275,7 @@ def take_inventory(family: Family, checkpoint: Checkpoint, mtp: bool = True) -> 
     """
     config = family.parse(checkpoint.config)
     found = _taken(family, config, checkpoint)
-    modules = family.mtp(config) if mtp else None
-    if modules is None:
+    if not mtp or (modules := family.mtp(config)) is None:
         return found
     checkpoint = replace(checkpoint, experts={})  # those without names are the model's own
     own = modules.parse(checkpoint.config)
