@@ -21,6 +21,7 @@ from torch import Tensor
 from tests.gguf_blocks import nvfp4, packed
 from tests.gguf_deltas import delta, kimi
 from tests.gguf_gemma4 import add_gemma4_keys, gemma4_scale
+from tests.gguf_modules import behind, module_count, module_name
 from tests.gguf_recent import (
     CLASSES,
     NAMES,
@@ -32,6 +33,7 @@ from tests.gguf_recent import (
     named,
     text_part,
 )
+from tests.gguf_tokens import add_tokens
 
 Named = Iterator[tuple[str, Tensor]]
 TypeOf = Callable[[str, Tensor], Kind]  # (name in the file, values) -> its type
@@ -106,16 +108,20 @@ def write_gguf(
     stored: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         stored |= text_part(load_file(file))
+    modules, stored = module_count(stored), behind(stored, config)
+    blocks = config["num_hidden_layers"] + modules
     common = dict(gguf.TensorNameMap.block_mappings_cfg)  # a map of arctic would change it
     with mock.patch.object(gguf.TensorNameMap, "block_mappings_cfg", common):
-        names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
+        names = gguf.get_tensor_name_map(arch, blocks)
     written = NAMES.get(config["model_type"], gguf.MODEL_ARCH_NAMES[arch])
     writer = gguf.GGUFWriter(path, written, split_max_tensors=split)
-    _add_keys(writer, config)
+    _add_keys(writer, config, blocks)
+    if modules:
+        writer.add_nextn_predict_layers(modules)
     if source:
         writer.add_source_repo_url(f"https://huggingface.co/{source}")
     if tokens:
-        count = _add_tokens(writer, json.loads((folder / "tokenizer.json").read_text()))
+        count = add_tokens(writer, json.loads((folder / "tokenizer.json").read_text()))
         writer.add_tokenizer_pre("glm4" if config["model_type"].startswith("glm4") else "gpt-2")
         if (template := folder / "chat_template.jinja").exists():
             writer.add_chat_template(template.read_text())
@@ -124,7 +130,8 @@ def write_gguf(
             writer.add_eos_token_id(eos)
     for name, values in _converted(stored, config):
         both = (names.get_name(n, (".weight", ".bias")) for n in (name, name[len("model.") :]))
-        mapped = next(filter(None, both), None) or gemma4_scale(name) or named(name)
+        mapped = module_name(name) or next(filter(None, both), None) or gemma4_scale(name)
+        mapped = mapped or named(name)
         assert mapped is not None, name
         kind = type_of(mapped, values)
         if kind == Kind.NVFP4:
@@ -160,9 +167,9 @@ def quantised(values: Tensor, kind: Kind) -> Any:
     return gguf.quants.quantize(values.float().contiguous().numpy(), kind)
 
 
-def _add_keys(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+def _add_keys(writer: gguf.GGUFWriter, config: Mapping[str, Any], blocks: int) -> None:
     """Write what every architecture has, as TextModel.set_gguf_parameters does."""
-    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_block_count(blocks)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     if config.get("intermediate_size"):
@@ -281,21 +288,6 @@ def _add_more_keys(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     if family == "qwen3_5_moe_text":
         inner = config["linear_value_head_dim"] * config["linear_num_value_heads"]
         writer.add_ssm_inner_size(inner)
-
-
-def _add_tokens(writer: gguf.GGUFWriter, tokenizer: Mapping[str, Any]) -> int:
-    """Write the vocabulary; return its size."""
-    vocabulary = sorted(tokenizer["model"]["vocab"].items(), key=lambda item: item[1])
-    added = {token["id"]: token for token in tokenizer.get("added_tokens", [])}
-    words = {number: text for text, number in vocabulary}
-    words |= {number: token["content"] for number, token in added.items()}
-    count = max(words) + 1
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([words.get(number, f"[PAD{number}]") for number in range(count)])
-    writer.add_token_types([3 if number in added else 1 for number in range(count)])
-    merges = tokenizer["model"].get("merges", [])
-    writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in merges])
-    return count
 
 
 def _converted(stored: Mapping[str, Tensor], config: Mapping[str, Any]) -> Named:

@@ -275,9 +275,9 @@ def take_inventory(family: Family, checkpoint: Checkpoint, mtp: bool = True) -> 
     """
     config = family.parse(checkpoint.config)
     found = _taken(family, config, checkpoint)
-    modules = family.mtp(config) if mtp and not checkpoint.experts else None
-    if modules is None:
+    if not mtp or (modules := family.mtp(config)) is None:
         return found
+    checkpoint = replace(checkpoint, experts={})  # those without names are the model's own
     own = modules.parse(checkpoint.config)
     names = [name for name in checkpoint.tensors if not modules.ignores(name, own)]
     try:

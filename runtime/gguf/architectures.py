@@ -17,6 +17,7 @@ from moeinf.runtime.gguf.families.delta_net import (
     DELTA_MADE,
     DELTA_MOVES,
     DELTA_NAMES,
+    IN_QWEN,
     NEXT_MADE,
     NEXT_NAMES,
     qwen35_config,
@@ -69,6 +70,7 @@ from moeinf.runtime.gguf.families.streams import (
 from moeinf.runtime.gguf.families.usual import (
     AFTER,
     ATTENTION,
+    BEHIND,
     LATENT,
     MLP,
     SHARED,
@@ -79,7 +81,7 @@ from moeinf.runtime.gguf.families.usual import (
     sigmoid_experts,
 )
 from moeinf.runtime.gguf.keys import Keys
-from moeinf.runtime.gguf.made import Change, Made
+from moeinf.runtime.gguf.made import Change, Made, Modules
 from moeinf.runtime.gguf.rows import unpaired
 
 _Sides = tuple[int, ...]
@@ -119,6 +121,7 @@ class Architecture:
     made    name inside model.layers.N -> how it is made of tensors of the block
     top     names outside the blocks that no other architecture has
     centred  norms outside the blocks that are stored plus 1
+    modules  of multi-token prediction, if we draft with them
     """
 
     config: Callable[[Keys], dict[str, Any]]
@@ -127,6 +130,7 @@ class Architecture:
     made: Mapping[str, Made] = field(default_factory=dict)
     top: Callable[[Keys], Mapping[str, str]] = lambda _: {}
     centred: tuple[str, ...] = ()
+    modules: Modules | None = None
 
     @property
     def used(self) -> frozenset[str]:
@@ -293,7 +297,7 @@ _LATENT_NAMES = ATTENTION | MLP | SIGMOID | LATENT
 _KV_B = {"self_attn.kv_b_proj.weight": KV_B}
 ARCHITECTURES: Mapping[str, Architecture] = {
     "arctic": Architecture(_arctic, ATTENTION | _ARCTIC, _PAIRED),
-    "deepseek2": Architecture(_deepseek, _LATENT_NAMES, made=_KV_B),
+    "deepseek2": Architecture(_deepseek, _LATENT_NAMES, made=_KV_B, modules=BEHIND),
     "deepseek4": Architecture(deepseek4_config, DEEPSEEK4_NAMES, top=lambda _: DEEPSEEK4_TOP),
     "deepseek32": Architecture(v32_config, _LATENT_NAMES | INDEXER_NAMES, made=_KV_B),
     "dots1": Architecture(dots1_config, ATTENTION | MLP | SIGMOID),
@@ -301,7 +305,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "exaone-moe": Architecture(exaone_config, ATTENTION | MLP | SIGMOID),
     "gemma4": Architecture(gemma4_config, GEMMA4_NAMES),
     "glm-dsa": Architecture(glm_dsa_config, _LATENT_NAMES | INDEXER_NAMES, made=_KV_B),
-    "glm4moe": Architecture(_glm4, ATTENTION | MLP | SIGMOID | AFTER),
+    "glm4moe": Architecture(_glm4, ATTENTION | MLP | SIGMOID | AFTER, modules=BEHIND),
     "glm5-next": Architecture(glm5_next_config, GLM5_NEXT_NAMES, made=GLM5_NEXT_MADE),
     "gpt-oss": Architecture(
         _gpt_oss,
@@ -350,12 +354,14 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         DELTA_MOVES,
         DELTA_MADE,
         centred=("output_norm.weight",),
+        modules=IN_QWEN,
     ),
     "qwen3next": Architecture(
         _qwen3next,
         ATTENTION | MLP | SHARED | AFTER | NEXT_NAMES,
         made=NEXT_MADE,
         centred=("output_norm.weight",),
+        modules=IN_QWEN,
     ),
     "qwen3moe": Architecture(_qwen3, ATTENTION | MLP),
     "qwen4exp": Architecture(

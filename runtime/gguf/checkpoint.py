@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sized
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from moeinf.runtime.gguf.architectures import ARCHITECTURES, Architecture
 from moeinf.runtime.gguf.families.delta_net import minus_one
 from moeinf.runtime.gguf.header import FACTORS, GgufTensor
 from moeinf.runtime.gguf.keys import Keys
+from moeinf.runtime.gguf.made import Made
 from moeinf.runtime.gguf.reader import SUFFIX, GgufFile, read_gguf
 from moeinf.runtime.gguf.vocabulary import tokenizer_files
 
@@ -41,6 +42,7 @@ _NULL = ("q_lora_rank", "linear_lower_bound")  # null has a meaning
 # Factors of NVFP4 matrices, and of activations, which have more bits here.
 _SCALE, _INPUT_SCALE = ".scale", ".input_scale"
 _MAX_PIECES = 1 << 20  # tensors of experts
+_NEXTN = "nextn."
 
 
 def open_local(path: Path) -> Checkpoint:
@@ -85,7 +87,7 @@ def _sorted(
 ) -> tuple[dict[str, SourceTensor], dict[tuple[int, int, str], SourceTensor]]:
     """Return dense tensors by their names in our family, and experts by place and role.
 
-    Blocks after the last layer, which predict further tokens, are left out.
+    Blocks after the last layer predict further tokens. Their experts have names.
     """
     tensors: dict[str, SourceTensor] = {}
     experts: dict[tuple[int, int, str], SourceTensor] = {}
@@ -100,35 +102,73 @@ def _sorted(
             tensors[top.get(name, name)] = _outside(keys, known, source_tensor(keys, tensor))
             continue
         block, inner = int(match[1]), match[2]
+        _check_stack(keys, tensor, inner)
         if block >= keys.layers:
+            tensors |= _of_module(keys, known, block, inner, tensor)
+            _check_count(keys, tensors)
             continue
         layer = sparse.get(block, len(sparse))
-        if stack := _STACKED.fullmatch(inner):
-            fits = len(tensor.shape) == (3 if stack[2] == "weight" else 2)
-            fits = fits and tensor.shape[0] == keys.count("expert_count")
-            if not fits or (stack[1] == "gate_up" and tensor.shape[1] % 2):
-                raise keys.bad(f"has {name[:80]!r} of a shape that does not fit expert_count")
         found = list(_experts_of(keys, tensor, inner))
         experts |= {(layer, expert, role): piece for expert, role, piece in found}
-        if len(experts) > _MAX_PIECES:
-            raise keys.bad(f"has more than {_MAX_PIECES} tensors of experts")
+        _check_count(keys, experts)
         if not found and inner not in known.used:
             named, made = _dense(keys, known, block, inner, tensor)
             tensors[named] = made
     for block in range(keys.layers):
-        tensors |= _made(keys, known, block)
+        tensors |= _made(keys, known.made, block, f"model.layers.{block}.")
+    if known.modules is not None:
+        for block in range(keys.layers, keys.layers + keys.modules):
+            start, stem = known.modules.starts(keys, block)
+            tensors |= _made(keys, known.made, block, start)
+            tensors |= _made(keys, known.modules.made, block, stem)
     return tensors, experts
 
 
-def _made(keys: Keys, known: Architecture, block: int) -> dict[str, SourceTensor]:
-    """Return the tensors of a block that are made of stored ones, by name."""
+def _check_stack(keys: Keys, tensor: GgufTensor, inner: str) -> None:
+    """Raise BadCheckpoint for stacked experts of another number than the file has."""
+    stack = _STACKED.fullmatch(inner)
+    if stack is None:
+        return
+    fits = len(tensor.shape) == (3 if stack[2] == "weight" else 2)
+    fits = fits and tensor.shape[0] == keys.count("expert_count")
+    if not fits or (stack[1] == "gate_up" and tensor.shape[1] % 2):
+        raise keys.bad(f"has {tensor.name[:80]!r} of a shape that does not fit expert_count")
+
+
+def _check_count(keys: Keys, found: Sized) -> None:
+    if len(found) > _MAX_PIECES:
+        raise keys.bad(f"has more than {_MAX_PIECES} tensors of experts")
+
+
+def _of_module(
+    keys: Keys, known: Architecture, block: int, inner: str, tensor: GgufTensor
+) -> dict[str, SourceTensor]:
+    """Return what a tensor of a module holds, by name. The model's own tensors are left out."""
+    if known.modules is None or block >= keys.layers + keys.modules:
+        return {}
+    layer, stem = known.modules.starts(keys, block)
+    experts = _experts_of(keys, tensor, inner)
+    found = {f"{layer}mlp.experts.{n}.{role}_proj.weight": piece for n, role, piece in experts}
+    if found or inner in known.used:
+        return found
+    name, dot, end = inner.rpartition(".")
+    if name in known.modules.names:
+        return {f"{stem}{known.modules.names[name]}{dot}{end}": source_tensor(keys, tensor)}
+    if name.startswith(_NEXTN):
+        return {}
+    named, made = _dense(keys, known, block, inner, tensor)
+    return {layer + named.removeprefix(f"model.layers.{block}."): made}
+
+
+def _made(keys: Keys, known: Mapping[str, Made], block: int, start: str) -> dict[str, SourceTensor]:
+    """Return the tensors of a block that are made of stored ones, by name after `start`."""
     found: dict[str, SourceTensor] = {}
-    for named, made in known.made.items():
+    for named, made in known.items():
         stored = [keys.file.tensors.get(f"blk.{block}.{part}") for part in made.parts]
         parts = tuple(source_tensor(keys, tensor) for tensor in stored if tensor is not None)
         if len(parts) == len(stored):
             shape, make = made.how(keys, *(part.shape for part in parts))
-            found[f"model.layers.{block}.{named}"] = replace(
+            found[start + named] = replace(
                 parts[0], shape=shape, recipe=Recipe(parts, make, made.moves_rows, made.sliced)
             )
     return found

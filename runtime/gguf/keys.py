@@ -13,6 +13,7 @@ from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint
 from moeinf.runtime.gguf.reader import GgufFile
 
 _THETA = 10000.0  # llama.cpp's default
+_JOINING = "nextn.eh_proj.weight"
 _READ_FREQS = ("llama", "granitemoe")  # architectures in which llama.cpp reads rope_freqs
 
 
@@ -46,6 +47,12 @@ class Keys:
         if type(extra) is not int or not 0 <= extra < count <= MAX_LAYERS:
             raise self.bad(f"has an invalid {self.name}.nextn_predict_layers or block_count")
         return count - extra
+
+    @property
+    def modules(self) -> int:
+        """The number of modules that predict further tokens, if the file has their tensors."""
+        blocks = range(self.layers, self.count("block_count"))
+        return len(blocks) if all(self.has_tensor(_JOINING, block) for block in blocks) else 0
 
     def numbers(self, key: str, below: int = 1 << 63) -> list[int]:
         """Return a list of integers from 0 on. Raises BadCheckpoint."""

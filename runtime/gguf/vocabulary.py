@@ -185,7 +185,7 @@ def _sentencepiece(metadata: Mapping[str, Any], found: Vocabulary) -> bytes:
     }
     with Trial() as trial:
         model = pieces + _field(2, trainer) + _field(3, normalizer)
-        return trial.of_sentencepiece(model, about, "tokenizer.ggml.tokens")
+        return trial.of_vocabulary(model, about, "tokenizer.ggml.tokens")
 
 
 def _field(number: int, value: int | bytes) -> bytes:

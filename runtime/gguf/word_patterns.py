@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moeinf.runtime.text.tiktoken import KIMI_WORDS
+
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -33,7 +35,6 @@ _GPT4O = (
     rf"{_BEFORE}{_UPPER}*{_LOWER}+{_SHORT}?|{_BEFORE}{_UPPER}+{_LOWER}*{_SHORT}?|\p{{N}}{{1,3}}"
     rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
 )
-_KIMI = (r"\p{Han}+|" + _GPT4O.replace(r"\p{M}]", r"\p{M}&&[^\p{Han}]]")).replace(r"\n/]", r"\n]")
 _DEEPSEEK3 = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}"
@@ -105,7 +106,7 @@ _NAMES: dict[str, Words] = {
     "starcoder refact command-r smollm codeshell exaone minerva-7b mellum2": _DIGITS_FIRST,
     "tekken": Words((_TEKKEN,), whole_words=True, adds_bos=True),
     "gpt-4o llama4 kanana2 minimax-m2": Words((_GPT4O,)),
-    "kimi-k2": Words((_KIMI,)),
+    "kimi-k2": Words((KIMI_WORDS,)),
     "exaone-moe": Words((_EXAONE_MOE,)),
     "laguna": Words((_LINES, _QWEN2)),
     "bailingmoe bailingmoe2 llada-moe": Words(

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from moeinf.runtime.checkpoints import sentencepiece
 from moeinf.runtime.checkpoints.checkpoint import (
     BIN_INDEX,
     CONFIG,
@@ -24,6 +23,7 @@ from moeinf.runtime.checkpoints.checkpoint import (
 from moeinf.runtime.library.staging import StagingFolder
 from moeinf.runtime.sizes import Progress
 from moeinf.runtime.text.tokenizer import TOKENIZER
+from moeinf.runtime.text.tokenizer_trial import CONVERTED
 
 KEPT_FILES = (
     CONFIG,
@@ -33,7 +33,7 @@ KEPT_FILES = (
     "special_tokens_map.json",
     "chat_template.jinja",
 )
-CONVERTED_FILES = sentencepiece.NAMES  # read only without a tokenizer.json
+CONVERTED_FILES = CONVERTED  # read only without a tokenizer.json
 MAX_KEPT_BYTES = 64 << 20
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from moeinf.errors import UnusableInput
@@ -17,6 +18,8 @@ RENDER_SECONDS = 1.0
 MOST_VARIABLES, MOST_NAME = 64, 64  # variables from a client, and characters of a name
 MOST_VARIABLES_BYTES = 64 << 10  # of all of them as JSON
 MOST_VARIABLES_DEPTH = 16
+# Their releases have a Python file in place of a chat template. It is not executed.
+_OWN_TEMPLATES = frozenset({"deepseek_v32", "deepseek_v4"})
 # The names of the values that the server sets. Special tokens are bos_token and the like.
 _OURS = frozenset(
     """self messages tools template chat_template now add_generation_prompt continue_final_message
@@ -29,6 +32,14 @@ class TemplateError(UnusableInput, ValueError):
 
     code = "bad_template"
     hint = "--raw, which sends the prompt without the template"
+
+
+def family_template(model_type: object) -> str | None:
+    """Return our chat template of a family whose releases have none, or None."""
+    if not isinstance(model_type, str) or model_type not in _OWN_TEMPLATES:
+        return None
+    folder = Path(__file__).with_name("family_templates")
+    return (folder / f"{model_type}.jinja").read_text(encoding="utf-8")
 
 
 def check_variables(variables: Mapping[str, Any]) -> None:

@@ -20,11 +20,13 @@ from tokenizers import Encoding
 from tokenizers import Tokenizer as _Tokenizer
 
 from moeinf.errors import UnusableInput
-from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint, read_json
+from moeinf.runtime.checkpoints.checkpoint import CONFIG, BadCheckpoint, read_json
 from moeinf.runtime.files.regular import read_regular
 from moeinf.runtime.requests import MAX_TEXT_BYTES, PromptTooLong
+from moeinf.runtime.text.chat_template import family_template
 from moeinf.runtime.text.reasoning import has_brackets, has_channels, has_turns, is_harmony
 from moeinf.runtime.text.special_spans import SpecialSpans
+from moeinf.runtime.text.tiktoken import characters_of_bytes
 from moeinf.runtime.text.tool_calls import format_of
 
 TOKENIZER = "tokenizer.json"
@@ -38,18 +40,7 @@ _GUARD = "\ue000"  # private use: encloses a special-looking piece of a user's t
 _FENCED = re.compile(f"{_GUARD}((?:[0-9a-f]{{2}})+){_GUARD}")
 
 
-def _characters_of_bytes() -> dict[str, int]:
-    """Return the byte of each character in GPT-2's byte-level vocabularies.
-
-    A visible byte is its own character; the others are the next ones from U+0100.
-    """
-    seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    unseen = [byte for byte in range(256) if byte not in seen]
-    found = {chr(byte): byte for byte in seen}
-    return found | {chr(0x100 + place): byte for place, byte in enumerate(unseen)}
-
-
-_BYTES = _characters_of_bytes()
+_BYTES = {letter: byte for byte, letter in characters_of_bytes().items()}
 
 
 class TokenizerFailed(UnusableInput, ValueError):
@@ -82,8 +73,8 @@ class Tokenizer:
         path = folder / TOKENIZER
         if not path.is_file():
             raise BadCheckpoint(
-                f"{path} is missing, and so is a SentencePiece model to make it of; a tiktoken "
-                "vocabulary is not converted"
+                f"{path} is missing, and so is a SentencePiece model, or a tiktoken.model of Kimi, "
+                "to make it of"
             )
         about = _about(folder)
         self.chat_template = chat_template(folder, about) if template is None else template
@@ -350,7 +341,7 @@ def _about(folder: Path) -> dict[str, Any]:
 
 
 def chat_template(folder: Path, about: dict[str, Any] | None = None) -> str | None:
-    """Return a model's chat template, or None for a base model.
+    """Return a model's chat template, ours if its family's releases have none, or None.
 
     about: its tokenizer_config, if already read.
     """
@@ -366,7 +357,10 @@ def chat_template(folder: Path, about: dict[str, Any] | None = None) -> str | No
             if isinstance(t, dict) and t.get("name") == "default"
         )
         template = next(named, None)
-    return template if isinstance(template, str) else None
+    if isinstance(template, str):
+        return template
+    config = folder / CONFIG
+    return family_template(read_json(config).get("model_type")) if config.is_file() else None
 
 
 def marks_of(folder: Path) -> dict[str, str]:

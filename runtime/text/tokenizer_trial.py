@@ -12,10 +12,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from moeinf.runtime.checkpoints import sentencepiece
 from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint
-from moeinf.runtime.checkpoints.sentencepiece import MAX_BYTES, NAMES
+from moeinf.runtime.checkpoints.sentencepiece import MAX_BYTES
 from moeinf.runtime.limited_process import LimitedProcess, LimitExceeded, Refused
+from moeinf.runtime.text import tiktoken
 
+CONVERTED = (*sentencepiece.NAMES, *tiktoken.NAMES)  # files that become a tokenizer.json
 TRIAL_SECONDS = 60.0  # of wall time; a vocabulary of 250,000 takes some 3 s
 
 
@@ -39,18 +42,19 @@ class Trial:
         """Check that a tokenizer.json loads, encodes and decodes in time. Raises BadCheckpoint."""
         self._ask({"path": str(path.absolute())}, f"{path.name} is refused")
 
-    def of_sentencepiece(self, data: bytes, about: Mapping[str, Any], name: str) -> bytes:
-        """Convert a SentencePiece file to tokenizer.json; return its bytes.
+    def of_vocabulary(self, data: bytes, about: Mapping[str, Any], name: str) -> bytes:
+        """Convert a file of a vocabulary to tokenizer.json; return its bytes.
 
-        about: its tokenizer_config.json, or empty. Raises BadCheckpoint, which names the file, if
-        the file is damaged or cannot be converted.
+        name: the file's, of CONVERTED, or another one for SentencePiece. about: its
+        tokenizer_config.json, or empty. Raises BadCheckpoint, which names the file, if the file is
+        damaged or cannot be converted.
         """
         if len(data) > MAX_BYTES:
             raise BadCheckpoint(f"{name} is too large ({len(data)} bytes)")
         with tempfile.TemporaryDirectory(prefix="moeinf-tokenizer-") as folder:
             model, made = Path(folder) / "model", Path(folder) / "tokenizer.json"
             model.write_bytes(data)
-            request = {"model": str(model), "about": about, "path": str(made)}
+            request = {"model": str(model), "about": about, "path": str(made), "name": name}
             self._ask(request, f"{name} cannot be converted")
             return made.read_bytes()
 
@@ -68,11 +72,11 @@ def try_tokenizer(path: Path) -> None:
 
 
 def convert(read: Callable[[str], bytes | None]) -> bytes | None:
-    """Convert the first of NAMES that a repository has; return None if it has none of them.
+    """Convert the first of CONVERTED that a repository has; return None if it has none of them.
 
     Raises BadCheckpoint.
     """
-    for name in NAMES:
+    for name in CONVERTED:
         data = read(name)
         if data is None:
             continue
@@ -82,5 +86,5 @@ def convert(read: Callable[[str], bytes | None]) -> bytes | None:
         except (ValueError, RecursionError) as error:
             raise BadCheckpoint(f"tokenizer_config.json is not JSON: {error}") from error
         with Trial() as trial:
-            return trial.of_sentencepiece(data, about if isinstance(about, dict) else {}, name)
+            return trial.of_vocabulary(data, about if isinstance(about, dict) else {}, name)
     return None

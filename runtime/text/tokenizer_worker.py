@@ -15,6 +15,8 @@ from tokenizers import Tokenizer
 
 from moeinf.runtime.checkpoints.sentencepiece import tokenizer_json
 from moeinf.runtime.limited_process import serve
+from moeinf.runtime.text import tiktoken
+from moeinf.runtime.text.tiktoken import kimi_json
 
 _ADDRESS_SPACE_BYTES = 4 << 30
 _LONGEST_TOKEN = 1024  # characters
@@ -132,7 +134,8 @@ def _handle(request: dict[str, Any]) -> None:
     into = Path(request["path"])
     if "about" in request:
         data = Path(request["model"]).read_bytes()
-        into.write_bytes(tokenizer_json(data, request["about"]))
+        made = kimi_json if request["name"] in tiktoken.NAMES else tokenizer_json
+        into.write_bytes(made(data, request["about"]))
     examine(into)
 
 

@@ -17,9 +17,9 @@ ROOT = Path(__file__).parents[2]
 
 # Caught before they reach a user: ends of work, retries, and errors that are converted.
 CAUGHT = set(
-    """Abandoned BadAnswer BadFile BadJson BadTokenizer BadVocabulary ClientGone Differs NotFused
-    SecondInterrupt Leave LimitExceeded Lost NotRegular RetryLater Refused Stopped Unfinished
-    _Before""".split()
+    """Abandoned BadAnswer BadFile BadJson BadRanks BadTokenizer BadVocabulary ClientGone Differs
+    NotFused SecondInterrupt Leave LimitExceeded Lost NotRegular RetryLater Refused Stopped
+    Unfinished _Before""".split()
 )
 BUGS = {"Panic"}  # shown as a bug
 

@@ -355,6 +355,7 @@ TARGETS: dict[str, Target] = {
     "torch-file": Target(_torch_file, (BadCheckpoint,), _torch_files),
     "torch-pickle": Target(_torch_pickle, (BadCheckpoint,), _pickles),
     "sentencepiece": Target(files.sentencepiece, (BadCheckpoint,), files.sentencepieces),
+    "tiktoken": Target(files.tiktoken, (BadCheckpoint,), files.tiktokens),
     "tokenizers": Target(files.tokenizer, (BadCheckpoint,), files.tokenizers),
     "tokenizer-config": Target(
         _tokenizer_config,

@@ -6,6 +6,7 @@ A file that passed is then used in this process, which must survive.
 from __future__ import annotations
 
 import atexit
+import base64
 import json
 import struct
 from contextlib import suppress
@@ -16,6 +17,7 @@ from moeinf.runtime.text.tokenizer import Tokenizer, TokenizerFailed
 from moeinf.runtime.text.tokenizer_trial import Trial
 from tests.tokenizer_files import LETTERS, good, hostile
 
+_KIMI = {"auto_map": {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]}}
 _TEXTS = ("17+25= hi", "a" * 100 + "!", " \n" * 100 + "x", "<s> é日\U0001f642\x00")
 
 
@@ -38,8 +40,19 @@ def tokenizer(data: bytes, folder: Path) -> None:
 
 
 def sentencepiece(data: bytes, folder: Path) -> None:
-    (folder / "tokenizer.json").write_bytes(_trial().of_sentencepiece(data, {}, "spiece.model"))
+    (folder / "tokenizer.json").write_bytes(_trial().of_vocabulary(data, {}, "spiece.model"))
     Tokenizer(folder)
+
+
+def tiktoken(data: bytes, folder: Path) -> None:
+    (folder / "tokenizer.json").write_bytes(_trial().of_vocabulary(data, _KIMI, "tiktoken.model"))
+    Tokenizer(folder)
+
+
+def tiktokens() -> list[bytes]:
+    tokens = [*(bytes([byte]) for byte in range(256)), b"ab", b"abab", "é日".encode()]
+    lines = (base64.b64encode(token) + f" {rank}".encode() for rank, token in enumerate(tokens))
+    return [b"\n".join(lines)]
 
 
 def tokenizers() -> list[bytes]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moeinf.runtime.gguf.families.usual import body, qwen_experts
 from moeinf.runtime.gguf.keys import Keys
-from moeinf.runtime.gguf.made import Change, Made
+from moeinf.runtime.gguf.made import Change, Made, Modules
 
 _Sides = tuple[int, ...]
 _Make = Callable[[Tensor], Tensor]
@@ -124,6 +124,7 @@ def qwen35_config(keys: Keys, model_type: str = "qwen3_5_moe_text") -> dict[str,
         | {
             "attention_bias": keys.side("attn_q.bias", 0) is not None,
             "rope_parameters": keys.partial_rope(),
+            "mtp_num_hidden_layers": keys.modules,
             "linear_num_key_heads": keys.get("ssm.group_count"),
             "linear_num_value_heads": heads,
             "linear_key_head_dim": keys.get("ssm.state_size"),
@@ -175,3 +176,13 @@ NEXT_MADE = {
     "linear_attn.conv1d.weight": Made(("ssm_conv1d.weight",), plain_kernel),
     **_NORMS,
 }
+IN_QWEN = Modules(
+    "mtp.layers.{module}.",
+    "mtp.",
+    {"nextn.eh_proj": "fc"},
+    {
+        "pre_fc_norm_embedding.weight": Made(("nextn.enorm.weight",), minus_one),
+        "pre_fc_norm_hidden.weight": Made(("nextn.hnorm.weight",), minus_one),
+        "norm.weight": Made(("nextn.shared_head_norm.weight",), minus_one),
+    },
+)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from moeinf.runtime.gguf.keys import Keys
+from moeinf.runtime.gguf.made import Modules
 
 # GGUF's name inside a block -> the name inside a layer. A `.weight` or `.bias` stays.
 ATTENTION = {
@@ -44,6 +45,16 @@ LATENT = {
     "attn_kv_a_norm": "self_attn.kv_a_layernorm",
     "attn_kv_b": "self_attn.kv_b_proj",  # in files of before April 2025
 }
+BEHIND = Modules(  # as layers after the last one
+    "model.layers.{block}.",
+    "model.layers.{block}.",
+    {
+        "nextn.eh_proj": "eh_proj",
+        "nextn.enorm": "enorm",
+        "nextn.hnorm": "hnorm",
+        "nextn.shared_head_norm": "shared_head.norm",
+    },
+)
 
 
 def body(keys: Keys, model_type: str) -> dict[str, Any]:
@@ -86,7 +97,7 @@ def sigmoid_experts(keys: Keys) -> dict[str, Any]:
         "topk_group": keys.get("expert_group_used_count") or 1,
         "norm_topk_prob": keys.get("expert_weights_norm") or False,
         "routed_scaling_factor": keys.get("expert_weights_scale") or 1.0,
-        "num_nextn_predict_layers": 0,  # left out
+        "num_nextn_predict_layers": keys.modules,
     }
 
 

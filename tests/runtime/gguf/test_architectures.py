@@ -100,7 +100,7 @@ def stored(checkpoint: Checkpoint, form: str = "F32") -> dict[str, bytes]:
 
 def without_more_tokens(checkpoint: Checkpoint) -> Checkpoint:
     """Return the checkpoint without layers for further tokens: a file has none."""
-    none = {"num_nextn_predict_layers": 0}
+    none = {"num_nextn_predict_layers": 0, "mtp_num_hidden_layers": 0}
     config = {**checkpoint.config, **none}
     if "text_config" in config:
         config["text_config"] = {**config["text_config"], **none}

@@ -29,7 +29,6 @@ _CHATML = Formats("chatml", calls.TAGS)
 _CODER = Formats("chatml", calls.CODER)
 _GLM = Formats("glm", calls.TAGS)
 _KIMI = Formats("kimi", calls.KIMI)
-_PLAIN = "the repositories have no chat template, prompts are plain text; one of a folder is used"
 _MODE = "an encoder-decoder has no chat"
 FORMATS: dict[str, Formats] = {
     "arctic": Formats(
@@ -41,7 +40,7 @@ FORMATS: dict[str, Formats] = {
         no_calls="the template of DeepSeek-V2-Lite-Chat (tokenizer_config.json) has no tools",
     ),
     "deepseek_v3": Formats("deepseek 3", calls.DEEPSEEK),
-    "deepseek_v32": Formats(no_template=_PLAIN, calls=calls.V32),
+    "deepseek_v32": Formats("deepseek 3.2", calls.V32),
     "deepseek_v4": Formats("deepseek 4", calls.V4),
     "dots1": Formats(
         "dots",

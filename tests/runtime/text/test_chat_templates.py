@@ -11,7 +11,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from moeinf.runtime.text.answer_parser import AnswerParser
-from moeinf.runtime.text.chat_template import TemplateWorker
+from moeinf.runtime.text.chat_template import TemplateWorker, family_template
 from moeinf.runtime.text.offered_tools import Call
 from moeinf.runtime.text.tool_calls import format_of, knows_tools
 from tests.runtime.text.long_templates import GEMMA, KIMI
@@ -228,6 +228,9 @@ ROLES = """{{ bos_token }}{% for message in messages %}
 {{ '<|assistant|>\n' }}
 {% endif %}
 {% endfor %}"""
+DEEPSEEK32, OUR_DEEPSEEK4 = (
+    family_template(name) or "" for name in ("deepseek_v32", "deepseek_v4")
+)
 TEMPLATES = {  # with the families that use such constructs
     "chatml": CHATML,  # Qwen, Arctic, MiMo
     "instruct": INSTRUCT,  # Mixtral
@@ -240,7 +243,9 @@ TEMPLATES = {  # with the families that use such constructs
     "nemotron": NEMOTRON,
     "roles": ROLES,  # OLMoE, Phi
     "kimi": KIMI,
-    "deepseek 4": DEEPSEEK4,
+    "deepseek 3.2": DEEPSEEK32,
+    "deepseek 4": OUR_DEEPSEEK4,
+    "deepseek 4 in GGUF": DEEPSEEK4,
     "mistral 3": MISTRAL3,  # and Mistral Small 4
     "minimax": MINIMAX,
     "lfm2": LFM2,
@@ -286,6 +291,8 @@ VARIABLES: list[dict[str, Any]] = [
         (NEMOTRON, "<tool_call>", "<function="),
         (GRANITE4, "<tool_call>", None),
         (DEEPSEEK4, "<｜DSML｜tool_calls>", None),
+        (OUR_DEEPSEEK4, "<｜DSML｜tool_calls>", None),
+        (DEEPSEEK32, "<｜DSML｜function_calls>", None),
         (MISTRAL3, "[TOOL_CALLS]", None),
         (HUNYUAN, "<tool_calls>", None),
     ],
@@ -299,7 +306,9 @@ def test_their_tool_calls_are_known(template: str, opening: str, bare: str | Non
 
 
 @pytest.mark.parametrize(
-    "template", [DEEPSEEK4, MISTRAL3, GLM, NEMOTRON, MINIMAX, SOLAR, HUNYUAN], ids=len
+    "template",
+    [DEEPSEEK4, OUR_DEEPSEEK4, DEEPSEEK32, MISTRAL3, GLM, NEMOTRON, MINIMAX, SOLAR, HUNYUAN],
+    ids=len,
 )
 @pytest.mark.parametrize("size", [1, 1000])
 def test_a_rendered_call_is_parsed_again(template: str, size: int) -> None:
