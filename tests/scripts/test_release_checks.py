@@ -64,3 +64,5 @@ def test_a_foreign_module_has_the_name_and_the_tag_of_its_machine(tmp_path: Path
     assert settings["_PYTHON_HOST_PLATFORM"] == "linux-aarch64"
     assert "-target aarch64-linux-gnu.2.28" in settings["CXX"]
     assert "'-DCMAKE_SYSTEM_PROCESSOR=aarch64'" in settings["CMAKE_ARGS"]
+    module = "'-DPYTHON_MODULE_EXTENSION=.cpython-314-aarch64-linux-gnu.so'"
+    assert module in settings["CMAKE_ARGS"]
