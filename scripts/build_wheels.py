@@ -113,6 +113,7 @@ def cross_settings(about: dict[str, str], machine: str, folder: Path) -> dict[st
         "CMAKE_INTERPROCEDURAL_OPTIMIZATION": "OFF",  # each file keeps its own arithmetic flags
         "CMAKE_MODULE_LINKER_FLAGS": "-s",
         "MOEINF_WERROR": "ON",
+        "PYTHON_MODULE_EXTENSION": f".{tag}.so",  # pybind11 would ask the interpreter
     }
     return {
         "CXX": f"{zig} c++ -target {machine}-linux-gnu.{GLIBC}",

@@ -1,4 +1,4 @@
-"""Test the scripts that check a release: their parts, and the commands of debian_wheels.py."""
+"""Test the scripts that check a release: their parts, and the commands of other Debians."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from scripts.check_package import PARTS, ROOT, Part, checked, lacking
 from scripts.debian_wheels import commands
+from scripts.emulated_wheels import fetch_libraries, version_of
 
 
 def test_a_part_ends_with_its_first_command_that_fails() -> None:
@@ -64,3 +65,23 @@ def test_a_foreign_module_has_the_name_and_the_tag_of_its_machine(tmp_path: Path
     assert settings["_PYTHON_HOST_PLATFORM"] == "linux-aarch64"
     assert "-target aarch64-linux-gnu.2.28" in settings["CXX"]
     assert "'-DCMAKE_SYSTEM_PROCESSOR=aarch64'" in settings["CMAKE_ARGS"]
+    module = "'-DPYTHON_MODULE_EXTENSION=.cpython-314-aarch64-linux-gnu.so'"
+    assert module in settings["CMAKE_ARGS"]
+
+
+def test_the_libraries_of_an_emulated_wheel_are_for_its_machine(tmp_path: Path) -> None:
+    words = fetch_libraries("3.14", tmp_path)
+    options = [(word, words[at + 1]) for at, word in enumerate(words[:-1]) if word[:2] == "--"]
+    tags = [value for option, value in options if option == "--platform"]
+    assert "manylinux_2_31_aarch64" in tags  # llguidance offers no older one
+    assert all(tag.endswith("_aarch64") for tag in tags)
+    assert ("--python-version", "3.14") in options
+    assert ("--target", str(tmp_path)) in options
+    assert any(word.startswith("torch>") for word in words)
+
+
+def test_a_wheel_names_the_python_that_the_emulated_debian_needs() -> None:
+    assert version_of(Path("moeinf-0.2.0-cp313-cp313-manylinux_2_28_aarch64.whl")) == "3.13"
+    for name in ("cp313-cp313-manylinux_2_28_x86_64", "cp312-cp312-manylinux_2_28_aarch64"):
+        with pytest.raises(ValueError, match=r"is not for aarch64"):
+            version_of(Path(f"moeinf-0.2.0-{name}.whl"))
