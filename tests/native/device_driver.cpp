@@ -49,11 +49,15 @@ class Play {
         context_->destroy_stream(compute_);
     }
 
-    void run(int steps) {
-        std::thread locking([this] {
+    // Plays with all slots locked, or locks them from the middle on, beside the steps.
+    void run(int steps, bool locked) {
+        const auto lock = [this] {
             while (lock_->next_bytes() > 0) lock_->lock_next();
-        });
+        };
+        std::thread locking;
+        if (locked) lock();
         for (int step = 0; step < steps; ++step) {
+            if (!locked && step == steps / 2) locking = std::thread(lock);
             switch (random_() % 4) {
                 case 0:
                     write(random_() % kHostSlots);
@@ -65,7 +69,7 @@ class Play {
                     read();
             }
         }
-        locking.join();
+        if (locking.joinable()) locking.join();
         CHECK(lock_->locked_slots() == kHostSlots);
     }
 
@@ -123,7 +127,7 @@ class Play {
 void play(const char* mode, unsigned number, int steps) {
     seed = number;
     fake_reset((std::string(mode) + ",seed=" + std::to_string(number)).c_str());
-    Play(number).run(steps);
+    Play(number).run(steps, number % 2 == 0);
     CHECK(fake_count("allocated") == 0 && fake_count("registered") == 0);
     CHECK(fake_count("handles") == 0);
     together += fake_count("cuMemcpyBatchAsync");
