@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
@@ -54,3 +55,13 @@ def checkpoint(name: str, folder: Path) -> int:
         tensors[f"{stem}{n}.weight"] = torch.randn(shape, generator=draw)
     save_file(tensors, path, metadata={"format": "pt"})
     return layer
+
+
+def add_second(folder: Path) -> None:
+    """Add twice the module, which is behind the last layer, to a checkpoint as the second one."""
+    (path,), about = folder.glob("*.safetensors"), folder / "config.json"
+    tensors, config = load_file(path), json.loads(about.read_text())
+    first, second = (f"model.layers.{config['num_hidden_layers'] + n}." for n in range(2))
+    more = {n.replace(first, second): 2 * t for n, t in tensors.items() if n.startswith(first)}
+    save_file(tensors | more, path, metadata={"format": "pt"})
+    about.write_text(json.dumps({**config, "num_nextn_predict_layers": 2}))

@@ -87,7 +87,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_requests_by_how_they_end_and_their_times(demo_home: Path) -> None:
-    with serving(demo_home, parallel=2) as address:
+    with serving(demo_home, memory="30%", parallel=2) as address:
         assert scrape(address).requests() == {}
         start = time.perf_counter()
         stopped = generate(address, "17+25=", {"temperature": 0}).json()
@@ -116,7 +116,7 @@ def test_requests_by_how_they_end_and_their_times(demo_home: Path) -> None:
             assert found.value(f"{name}_bucket", le="+Inf") == found.value(f"{name}_count")
             assert 0 < found.value(f"{name}_sum") < spent
         hits = found.value("expert_cache_hits_total", tier="ram")
-        assert 0 < hits <= found.value("expert_cache_queries_total")  # all experts fit
+        assert 0 < hits < found.value("expert_cache_queries_total")
         assert found.value("expert_bytes_read_total") > 0
         words = {"generation", "embedding", "stop", "length", "error", "ram", "up", "down", MODEL}
         assert found.label_values() == words

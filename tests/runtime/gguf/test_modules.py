@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
 from safetensors.numpy import load_file as load
-from safetensors.torch import load_file, save_file
 
 from moeinf.models import family_of
 from moeinf.runtime.checkpoints.checkpoint import Checkpoint, open_checkpoint
@@ -29,7 +28,7 @@ from moeinf.runtime.names import parse_name
 from tests.conftest import endless, ignore
 from tests.generating import answering
 from tests.gguf_files import matrices, write_gguf
-from tests.tiny_modules import checkpoint
+from tests.tiny_modules import add_second, checkpoint
 
 FAMILIES = ["deepseek-v3", "glm4", "qwen3.5", "qwen3-next"]
 PROMPT = [1 + 7 * n % 40 for n in range(24)]
@@ -113,12 +112,7 @@ def test_a_quantised_file(tag: str, tmp_path: Path) -> None:
 def test_two_modules(tmp_path: Path) -> None:
     folder = tmp_path / "x"
     checkpoint("glm4", folder)
-    (path,) = folder.glob("*.safetensors")
-    tensors, config = load_file(path), json.loads((folder / "config.json").read_text())
-    first, second = (f"model.layers.{config['num_hidden_layers'] + n}." for n in range(2))
-    more = {n.replace(first, second): 2 * t for n, t in tensors.items() if n.startswith(first)}
-    save_file(tensors | more, path, metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 2}))
+    add_second(folder)
     opened = open_gguf(write_gguf(folder, tmp_path / "x.gguf"))
     assert opened.config["num_nextn_predict_layers"] == 2
     (theirs, _), (ours, _) = (

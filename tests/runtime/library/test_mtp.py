@@ -28,7 +28,7 @@ from moeinf.runtime.names import parse_name
 from tests.conftest import endless, ignore
 from tests.generating import answering
 from tests.runtime.checkpoints.quantised.test_fp8 import FP8, quantise, write_config
-from tests.tiny_modules import checkpoint
+from tests.tiny_modules import add_second, checkpoint
 
 FAMILIES = ["deepseek-v3", "glm4", "qwen3-next", "qwen3.5"]
 JOINED = {"embedding_norm", "hidden_norm", "joining", "norm"}
@@ -113,13 +113,7 @@ def test_a_dense_network_is_the_modules_only_expert(tmp_path: Path) -> None:
 def test_two_modules_are_kept_and_the_first_one_drafts(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     checkpoint("deepseek-v3", folder)
-    (path,) = folder.glob("*.safetensors")
-    tensors, config = load_file(path), json.loads((folder / "config.json").read_text())
-    first, second = (f"model.layers.{config['num_hidden_layers'] + n}." for n in range(2))
-    more = {n.replace(first, second): 2 * t for n, t in tensors.items() if n.startswith(first)}
-    save_file(tensors | more, path, metadata={"format": "pt"})
-    config["num_nextn_predict_layers"] = 2
-    (folder / "config.json").write_text(json.dumps(config))
+    add_second(folder)
     manifest, inside, notes = pulled(folder, tmp_path, "bf16")
     modules = manifest.modules
     assert modules is not None
