@@ -196,15 +196,15 @@ def main() -> int:
             rows.append((row.fault, count, outcomes, "nothing" if fine else "see above"))
             print(f"{row.fault}: {time.monotonic() - start:.0f} s", file=sys.stderr)
     long = (
-        ("fuzzer", options.minutes, "scripts/fuzz.py"),
-        ("soak of the server", options.soak, "scripts/soak.py"),
+        ("fuzzer", options.minutes, "fuzz"),
+        ("soak of the server", options.soak, "soak"),
     )
     for what, minutes, script in long:
         if options.only in what:
             if minutes == 0:
                 rows.append((what, "-", "not run: asked for 0 minutes", "-"))
                 continue
-            told, fine = run_script(script, "--minutes", str(minutes))
+            told, fine = run_script("-m", "tools", script, "--minutes", str(minutes))
             well = well and fine
             rows.append((f"{what}, {minutes:g} min", "-", told, "nothing" if fine else "see above"))
     print(f"Linux {platform.release()}, Python {platform.python_version()}, {os.cpu_count()} cores")

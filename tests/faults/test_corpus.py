@@ -1,6 +1,6 @@
 """Run the fuzzer's saved corpus and a few thousand new inputs.
 
-scripts/fuzz.py runs for hours.
+tools/fuzz.py runs for hours.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import pytest
 
 pytest.importorskip("resource", reason="needs limits of processes, which Windows lacks")
 
-from scripts.fuzz import CORPUS, mutate, run_one
 from tests.faults.conftest import Tally
 from tests.faults.targets import TARGETS
+from tools.fuzz import CORPUS, mutate, run_one
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

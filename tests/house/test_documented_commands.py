@@ -110,7 +110,7 @@ def test_every_program_exists_and_has_its_options() -> None:
     faults, count = [], 0
     for page, match in found(PROGRAM):
         module, script, rest = match.groups()
-        if module and module.partition(".")[0] not in ("benchmarks", "scripts"):
+        if module and module.partition(".")[0] not in ("benchmarks", "scripts", "tools"):
             continue
         path = ROOT / (script or f"{module.replace('.', '/')}.py")
         if module and not path.exists():

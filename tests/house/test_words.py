@@ -12,7 +12,7 @@ from tests.house.prose import READERS, prose, sentences
 
 ROOT = Path(__file__).parents[2]
 FLOORS = ("errors", "native", "models", "offload", "runtime", "server", "api", "cli")
-CODE = (*FLOORS, "benchmarks", "scripts", "tests")
+CODE = (*FLOORS, "benchmarks", "scripts", "tools", "tests")
 CHECKED = (
     *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "docs/**/*.md"),
     *(f"{folder}/**/*.{kind}" for folder in CODE for kind in ("py", "cpp", "h")),

@@ -1,7 +1,7 @@
 """Check a parquet footer in a child process, because pyarrow can end the process.
 
 RowGroupMetaData.column throws an uncaught C++ exception for some damaged footers (pyarrow 26, found
-by scripts/fuzz.py). When pages are read, the same fault is a Python exception.
+by tools/fuzz.py). When pages are read, the same fault is a Python exception.
 """
 
 from __future__ import annotations

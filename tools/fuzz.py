@@ -1,6 +1,6 @@
 """Fuzz every reader of untrusted bytes with mutated inputs, guided by line coverage.
 
-Run: python scripts/fuzz.py [--minutes 30] [--target safetensors] [--seed 0] [--findings folder]
+Run: python -m tools fuzz [--minutes 30] [--target safetensors] [--seed 0] [--findings folder]
 An input that reaches a new line of moeinf is kept (in tests/faults/corpus, up to a few KB each) and
 mutated further. Inputs run in a child process, which restarts when an input kills or hangs it. Such
 an input is a finding, and so is an error that a target does not declare. Prints a table; exits with
@@ -26,8 +26,6 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.faults.targets import TARGETS, Target
 

@@ -1,6 +1,6 @@
 """Stress a server with many badly behaved clients for a long time, and watch its resources.
 
-Run: python scripts/soak.py [--minutes 60] [--clients 6] [--seed 0]
+Run: python -m tools soak [--minutes 60] [--clients 6] [--seed 0]
 
 Clients ask questions with known answers, and disconnect while they wait or read. They send invalid
 data, half requests and huge ones. They unload, copy and delete models. The server runs in a process
@@ -28,19 +28,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import httpx
 
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.sizes import parse_memory
-from scripts.fuzz import mutate
+from tools.fuzz import mutate
 
 PROMPTS = (
     "17+25=", "sort owl, fig, zebra, ant", "reverse planet", "upper fig", "spell tree",
     "json a=1 b=2",
 )  # fmt: skip
-_SERVER = Path(__file__).with_name("soak_server.py")
 _FLAT_MIB = 24.0  # allowed growth of the last third's median over that of the second
 _BODIES: dict[str, dict[str, Any]] = {
     "/api/generate": {
@@ -275,7 +272,7 @@ def soak(minutes: float, clients: int, seed: int, log: Callable[[str], None]) ->
         answers = answers_of(home)
         said = home / "stderr"
         with said.open("w") as stderr:
-            command = [sys.executable, str(_SERVER), str(home)]
+            command = [sys.executable, "-m", "tools.soak_server", str(home)]
             server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
         try:
             wrong = _soak(server, answers, minutes, clients, seed, log)
