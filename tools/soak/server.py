@@ -1,6 +1,6 @@
-"""The server of tools/soak.py, in a process of its own.
+"""The server of python -m tools soak, in a process of its own.
 
-Run: python -m tools.soak_server HOME. Prints its port, then every few seconds the resources that
+Run: python -m tools.soak.server HOME. Prints its port, then every few seconds the resources that
 it holds, as JSON lines.
 """
 

@@ -1,44 +1,30 @@
-"""Stress a server with many badly behaved clients for a long time, and watch its resources.
-
-Run: python -m tools soak [--minutes 60] [--clients 6] [--seed 0]
-
-Clients ask questions with known answers, and disconnect while they wait or read. They send invalid
-data, half requests and huge ones. They unload, copy and delete models. The server runs in a process
-of its own and reports its resources every few seconds. Afterwards no request, pin, thread or
-descriptor may be left, and memory must have stayed flat. Every answer must be right or a worded
-error. Prints a table; exits 1 when anything is wrong.
-"""
+"""The clients of the soak: what they do, and what came of it."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
-import signal
 import socket
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
-from statistics import median
 from typing import Any
 
 import httpx
 
-from moeinf.runtime.config import EngineConfig, Settings
-from moeinf.runtime.sizes import parse_memory
 from tools.fuzz import mutate
 
 PROMPTS = (
     "17+25=", "sort owl, fig, zebra, ant", "reverse planet", "upper fig", "spell tree",
     "json a=1 b=2",
 )  # fmt: skip
-_FLAT_MIB = 24.0  # allowed growth of the last third's median over that of the second
+LARGE_PROMPT = "The quick brown fox"
+LARGE_BODY: dict[str, Any] = {
+    "model": "large:bf16", "prompt": LARGE_PROMPT, "stream": False, "raw": True,
+    "options": {"temperature": 0, "num_predict": 4},
+}  # fmt: skip
 _BODIES: dict[str, dict[str, Any]] = {
     "/api/generate": {
         "model": "demo", "prompt": "hi", "stream": False, "keep_alive": "5m", "format": "json",
@@ -68,6 +54,7 @@ class Clients:
         self.did: Counter[str] = Counter()
         self.wrong: Counter[str] = Counter()
         self.stop = threading.Event()
+        self.health_s = 0.0  # the longest time that /health took
         self._lock = threading.Lock()
 
     def run(self, seed: int) -> None:
@@ -75,7 +62,8 @@ class Clients:
         acts: list[tuple[int, Callable[[random.Random, httpx.Client], str]]] = [
             (30, self.ask), (10, self.ask_streaming), (12, self.hang_up), (6, self.leave_waiting),
             (25, self.fuzzed), (6, self.rubbish), (3, self.half_a_request), (2, self.too_large),
-            (1, self.unload), (1, self.copy_and_delete), (6, self.look), (2, self.move_memory),
+            (2, self.unload), (4, self.ask_large), (1, self.copy_and_delete), (6, self.look),
+            (2, self.move_memory),
         ]  # fmt: skip
         # The server closes a connection that has been idle for 5 s. A client does it sooner, as
         # otherwise it may send a request on a connection that is just being closed.
@@ -194,8 +182,25 @@ class Clients:
         fine = found.status_code in (400, 413, 503)
         return f"{found.status_code}" if fine else f"!{found.status_code} {found.text[:200]}"
 
+    def ask_large(self, rng: random.Random, client: httpx.Client) -> str:
+        found = client.post("/api/generate", json=LARGE_BODY)
+        if found.status_code != 200:
+            return _refusal(found)
+        text = found.json()["response"]
+        return "" if text == self.answers[LARGE_PROMPT] else f"!large: {text!r}"
+
+    def watch_health(self) -> None:
+        """Ask for /health four times a second until the clients stop."""
+        with httpx.Client(base_url=self.address, timeout=60) as client:
+            while not self.stop.wait(0.25):
+                start = time.monotonic()
+                with suppress(httpx.TransportError):  # `run` tells what ended the server
+                    client.get("/health")
+                self.health_s = max(self.health_s, time.monotonic() - start)
+
     def unload(self, rng: random.Random, client: httpx.Client) -> str:
-        found = client.post("/api/generate", json={"model": "demo", "keep_alive": 0})
+        model = rng.choice(("demo", "large:bf16"))
+        found = client.post("/api/generate", json={"model": model, "keep_alive": 0})
         return "" if found.status_code == 200 else f"!{found.status_code} {found.text}"
 
     def copy_and_delete(self, rng: random.Random, client: httpx.Client) -> str:
@@ -229,168 +234,3 @@ def _refusal(found: httpx.Response) -> str:
         words = ""
     fine = found.status_code == 503 and words
     return "refused 503" if fine else f"!{found.status_code} {found.text[:200]}"
-
-
-def answers_of(home: Path) -> dict[str, str]:
-    """Return the model's answers without disturbance."""
-    from moeinf.runtime.engine.engine import Engine
-    from moeinf.runtime.generation.chat import Conversation
-    from moeinf.runtime.library.library import Library
-    from moeinf.runtime.requests import Limits
-    from moeinf.runtime.sampling.sampler import SamplingOptions
-
-    manifest, folder = Library(Settings(home)).read("demo")
-    found = {}
-    with Engine.open(
-        manifest, folder, EngineConfig(memory=parse_memory("100%")), Settings(home)
-    ) as e:
-        for prompt in PROMPTS:
-            talk = Conversation(e)
-            found[prompt] = "".join(talk.ask(prompt, SamplingOptions(temperature=0), Limits()))
-    return found
-
-
-def pull_demo(home: Path) -> None:
-    from moeinf.runtime.checkpoints.checkpoint import open_checkpoint
-    from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
-    from moeinf.runtime.library.repacking.repack import repack
-    from moeinf.runtime.library.sources import LocalSource
-    from moeinf.runtime.names import ModelName
-
-    def ignore(*_: object) -> None:
-        """Ignore progress and notes."""
-
-    source = LocalSource(open_checkpoint(DEMO_CHECKPOINT), "demo")
-    repack(source, Library(Settings(home)), ModelName("demo", "bf16"), ignore, ignore)
-
-
-def soak(minutes: float, clients: int, seed: int, log: Callable[[str], None]) -> list[str]:
-    """Run the whole test; return the problems."""
-    with tempfile.TemporaryDirectory(prefix="moeinf-soak-") as name:
-        home = Path(name)
-        pull_demo(home)
-        answers = answers_of(home)
-        said = home / "stderr"
-        with said.open("w") as stderr:
-            command = [sys.executable, "-m", "tools.soak_server", str(home)]
-            server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
-        try:
-            wrong = _soak(server, answers, minutes, clients, seed, log)
-        finally:
-            server.kill()
-            server.wait()
-        bugs = said.read_text().split("Traceback")[1:]
-        return [*wrong, *(f"a traceback:{text[:2000]}" for text in bugs[:5])]
-
-
-def _soak(
-    server: subprocess.Popen[str],
-    answers: dict[str, str],
-    minutes: float,
-    clients: int,
-    seed: int,
-    log: Callable[[str], None],
-) -> list[str]:
-    assert server.stdout is not None
-    port = json.loads(server.stdout.readline())["port"]
-    samples: list[dict[str, Any]] = []
-
-    def read() -> None:
-        for line in server.stdout:  # type: ignore[union-attr]
-            samples.append(json.loads(line))
-
-    threading.Thread(target=read, daemon=True).start()
-    crowd = Clients(port, answers)
-    _until_up(crowd.address)
-    _crowd(crowd, server, min(2.0, minutes / 4), clients, seed + clients)  # pools and caches fill
-    quiet = _when_quiet(samples, crowd)
-    del samples[:]
-    lasted = _crowd(crowd, server, minutes, clients, seed)
-    wrong = [f"×{count} {text}" for text, count in crowd.wrong.most_common()]
-    if server.poll() is not None:
-        return [*wrong, f"the server ended with {server.returncode}"]
-    loud = samples[:]
-    after = _when_quiet(samples, crowd)
-    third = max(1, len(loud) // 3)
-    middle, last = (median(s["rss"] for s in part) for part in (loud[third:-third], loud[-third:]))
-    grown = (last - middle) / (1 << 20)
-    log(f"{lasted:.1f} minutes, {clients} clients, {sum(crowd.did.values()):,} acts")
-    for text, count in sorted(crowd.did.items(), key=lambda pair: pair[0].strip()):
-        log(f"  {text:40}{count:10,}")
-    log(f"{'':12}{'quiet before':>14}{'at most':>10}{'quiet after':>13}")
-    for what in ("descriptors", "threads", "children", "tasks", "requests", "busy", "models"):
-        most = max(sample[what] for sample in loud)
-        log(f"{what:12}{quiet[what]:14}{most:10}{after[what]:13}")
-        if what != "models" and after[what] > quiet[what]:
-            wrong.append(f"{what}: {quiet[what]} before, {after[what]} after")
-    parts = [median(s["rss"] for s in loud[n * len(loud) // 6 :][: max(1, len(loud) // 6)])
-             for n in range(6)]  # fmt: skip
-    log("RSS by sixths, MiB: " + ", ".join(f"{value / (1 << 20):.0f}" for value in parts))
-    if grown > _FLAT_MIB:
-        wrong.append(f"memory grew by {grown:.0f} MiB from the second third to the last")
-    server.send_signal(signal.SIGTERM)
-    try:
-        server.wait(30)
-    except subprocess.TimeoutExpired:
-        wrong.append("the server does not end within 30 s of SIGTERM")
-    return wrong
-
-
-def _crowd(
-    crowd: Clients, server: subprocess.Popen[str], minutes: float, clients: int, seed: int
-) -> float:
-    """Run the clients; return how many minutes that took."""
-    start = time.monotonic()
-    crowd.stop.clear()
-    threads = [threading.Thread(target=crowd.run, args=(seed + n,)) for n in range(clients)]
-    for thread in threads:
-        thread.start()
-    while time.monotonic() - start < 60 * minutes and server.poll() is None:
-        time.sleep(min(10.0, 6 * minutes))
-    crowd.stop.set()
-    for thread in threads:
-        thread.join(150)
-    return (time.monotonic() - start) / 60
-
-
-def _until_up(address: str) -> None:
-    for _ in range(600):
-        with suppress(httpx.TransportError):
-            if httpx.get(f"{address}/health", timeout=5).status_code == 200:
-                return
-        time.sleep(0.1)
-    raise RuntimeError("the server does not come up")
-
-
-def _when_quiet(samples: list[dict[str, Any]], crowd: Clients) -> dict[str, Any]:
-    """Return the server's resources after one undisturbed answer of a model just loaded."""
-    with httpx.Client(base_url=crowd.address, timeout=120) as client:
-        crowd.unload(random.Random(0), client)  # a model keeps the processes of its grammars
-        came = "refused"
-        for _ in range(60):  # leftovers of clients may be answered first
-            came = crowd.ask(random.Random(0), client)
-            if not came.startswith("refused"):
-                break
-            time.sleep(1)
-        assert not came, came
-    time.sleep(15)  # half requests have their deadline, idle connections are closed
-    seen = len(samples)
-    while len(samples) < seen + 2:
-        time.sleep(0.2)
-    return samples[-1]
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=60)
-    parser.add_argument("--clients", type=int, default=6)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    wrong = soak(options.minutes, options.clients, options.seed, print)
-    print(*(f"WRONG: {text}" for text in wrong), sep="\n", end="\n" if wrong else "")
-    print("nothing is wrong" if not wrong else f"{len(wrong)} things are wrong")
-    return 1 if wrong else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

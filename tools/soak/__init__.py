@@ -1,0 +1,1 @@
+"""The soak of the server: `python -m tools soak`."""
