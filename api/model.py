@@ -29,7 +29,7 @@ from moeinf.runtime.sizes import Progress, parse_memory_or_auto
 from moeinf.runtime.text.reasoning import Kind
 
 if TYPE_CHECKING:
-    from moeinf.runtime.jobs.datasets import Item
+    from moeinf.runtime.jobs.datasets.items import Item
     from moeinf.runtime.jobs.trace_dataset import Traced
 
 _LOG = logging.getLogger("moeinf")
@@ -243,7 +243,7 @@ class Model:
         out: a recording (*.eam) for `moeinf simulate`. advance: called after each prompt. Raises
         OSError when the recording cannot be written.
         """
-        from moeinf.runtime.jobs.datasets import Item  # imports huggingface_hub
+        from moeinf.runtime.jobs.datasets.items import Item  # imports huggingface_hub
         from moeinf.runtime.jobs.trace_dataset import trace_items
 
         items = [Item(one) if isinstance(one, str) else one for one in prompts]

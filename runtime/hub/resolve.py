@@ -173,7 +173,7 @@ def _local(path: Path, name: str | None) -> tuple[ModelName, LocalSource]:
 
 def _in_its_format(wanted: ModelName, checkpoint: Checkpoint) -> ModelName:
     """Return the name with the tag that keeps most of a GGUF file or an NVFP4 checkpoint."""
-    from moeinf.models import family_of
+    from moeinf.models.families import family_of
     from moeinf.runtime.checkpoints.inventory import take_inventory
     from moeinf.runtime.checkpoints.quantised.nvfp4 import DIVISOR, FACTOR
     from moeinf.runtime.gguf.tags import best_tag

@@ -10,7 +10,7 @@ from typing import NoReturn
 import pytest
 from huggingface_hub import constants
 
-from moeinf.models import FAMILIES
+from moeinf.models.families import FAMILIES
 from moeinf.runtime.config import Settings
 from moeinf.runtime.hub import listing, resolve
 from moeinf.runtime.hub.aliases import Entry, entry_of, licence_of, registry
