@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakSet
 
 from moeinf.api.answers import Answer, AsyncStream, Stream
@@ -22,15 +22,13 @@ from moeinf.runtime.generation.generate import Generation
 from moeinf.runtime.generation.report import statistics
 from moeinf.runtime.generation.seq2seq import Languages, converse
 from moeinf.runtime.invalid import InvalidValue
+from moeinf.runtime.jobs.datasets.items import Item
 from moeinf.runtime.jobs.ensure import ensure
+from moeinf.runtime.jobs.trace_dataset import Traced, trace_items
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.requests import Form, Limits, Message, SamplingOptions
 from moeinf.runtime.sizes import Progress, parse_memory_or_auto
 from moeinf.runtime.text.reasoning import Kind
-
-if TYPE_CHECKING:
-    from moeinf.runtime.jobs.datasets import Item
-    from moeinf.runtime.jobs.trace_dataset import Traced
 
 _LOG = logging.getLogger("moeinf")
 ChatMessage = Message | Mapping[str, str]  # a message, or {"role": …, "content": …}
@@ -112,13 +110,6 @@ class Model:
         """
         model = cls.__new__(cls)
         model._take(Engine.open(manifest, folder, config, settings), languages, now)
-        return model
-
-    @classmethod
-    def around(cls, engine: Engine) -> Model:
-        """Take an open engine, which this closes with the model."""
-        model = cls.__new__(cls)
-        model._take(engine)
         return model
 
     def _take(
@@ -243,9 +234,6 @@ class Model:
         out: a recording (*.eam) for `moeinf simulate`. advance: called after each prompt. Raises
         OSError when the recording cannot be written.
         """
-        from moeinf.runtime.jobs.datasets import Item  # imports huggingface_hub
-        from moeinf.runtime.jobs.trace_dataset import trace_items
-
         items = [Item(one) if isinstance(one, str) else one for one in prompts]
         with self._alone():
             self.conversation.release()  # a trace has a KV cache of its own

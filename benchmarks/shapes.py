@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from moeinf.models import family_of
 from moeinf.models.base import ModelDataError
+from moeinf.models.families import family_of
 from moeinf.runtime.checkpoints.inventory import WantedParts
 
 Config = dict[str, Any]

@@ -18,8 +18,6 @@ from moeinf.cli.lazy import Lazy, LazyCommands, LazyGroup, light
 from moeinf.cli.output import Output, flush
 from moeinf.runtime.config import read_environment
 from moeinf.runtime.invalid import InvalidValue
-from moeinf.runtime.version import surroundings
-from moeinf.runtime.version import version as this_version
 
 _INTERRUPTED = 130
 
@@ -73,6 +71,9 @@ def _root(
     verbose: Annotated[bool, typer.Option("--verbose", hidden=True)] = False,
 ) -> None:
     if version:
+        from moeinf.runtime.version import surroundings  # the modules take 15 ms
+        from moeinf.runtime.version import version as this_version
+
         Output().line(f"moeinf version is {this_version()}")
         if verbose:
             Output().fields(list(surroundings().items()))

@@ -316,7 +316,7 @@ class Model(Protocol):
 
 @dataclass(frozen=True)
 class Family:
-    """One line of the table in models/__init__.py: what a family's file offers.
+    """One line of the table in models/families.py: what a family's file offers.
 
     parse     config.json as a mapping -> the family's frozen config (unknown keys are ignored);
               raises ModelDataError for values that are absent, absurd or not supported

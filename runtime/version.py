@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import platform
+
+from moeinf.native import attention_path, kernel_path
+
 LIBRARIES = ("torch", "triton", "numpy", "tokenizers", "safetensors", "huggingface_hub", "gguf")
 
 
@@ -12,8 +17,6 @@ def version() -> str:
 
 def arithmetic() -> str:
     """Return what the bits of results may depend on, beside the model and the version of moeinf."""
-    from moeinf.native import attention_path, kernel_path
-
     return f"{kernel_path()}, attention {attention_path()}, torch {_installed('torch')}"
 
 
@@ -22,10 +25,6 @@ def surroundings() -> dict[str, str]:
 
     A library that is not installed is left out. Nothing names the machine or its user.
     """
-    import platform  # 5 ms, which most commands do without
-
-    from moeinf.native import attention_path, kernel_path
-
     found = {
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -37,8 +36,6 @@ def surroundings() -> dict[str, str]:
 
 
 def _installed(package: str) -> str | None:
-    import importlib.metadata  # 10 ms, which most commands do without
-
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -58,8 +58,15 @@ def root(request: Request) -> Response:
 
 
 @router.get("/health")
-def health() -> dict[str, str]:
-    return {"status": "ok"}
+def health(request: Request) -> JSONResponse:
+    """Return status "ok"; 503 with the reason after a load that failed by a fault of the program.
+
+    The next load that succeeds ends that.
+    """
+    failure = request.app.state.host.failure
+    if failure:
+        return JSONResponse({"status": "error", "error": failure}, 503)
+    return JSONResponse({"status": "ok"})
 
 
 @router.get("/metrics", response_class=PlainTextResponse)

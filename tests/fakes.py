@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
-from moeinf.models import family_of
 from moeinf.models.base import (
     Embedding,
     Experts,
@@ -29,6 +28,7 @@ from moeinf.models.base import (
     Role,
     Table,
 )
+from moeinf.models.families import family_of
 from moeinf.models.layers.moe import ResidentExperts
 from moeinf.offload.store.prefetch_gate import Calls
 

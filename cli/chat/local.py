@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from moeinf.api import Model
 from moeinf.cli.chat.backends import Fields, Pieces, memory_words
 from moeinf.cli.chat.signals import Leave
 from moeinf.runtime.config import EngineConfig, Settings
@@ -15,7 +14,7 @@ from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.generation.chat import Conversation
 from moeinf.runtime.generation.generate import Generation
 from moeinf.runtime.generation.report import statistics, verbose_lines
-from moeinf.runtime.generation.seq2seq import Languages
+from moeinf.runtime.generation.seq2seq import Languages, converse
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.requests import Form, Limits, Message, SamplingOptions
@@ -32,31 +31,36 @@ class Opener:
     now: str | None = None  # the date that templates see
     languages: Languages | None = None
 
-    def open(self, manifest: Manifest, folder: Path) -> Model:
-        """Load a model. Raises as Model.of."""
-        given = self.config, self.settings, self.languages, self.now
-        return Model.of(manifest, folder, *given)
+    def open(self, manifest: Manifest, folder: Path) -> Engine:
+        """Load a model. Raises as Engine.open."""
+        return Engine.open(manifest, folder, self.config, self.settings)
 
 
 class LocalPartner:
     """A `Partner` that answers with an engine of this process. Close it after use."""
 
-    def __init__(self, model: Model, opener: Opener) -> None:
-        """Take a model. opener: opens the models that replace it."""
-        self._take(model, opener)
+    def __init__(self, engine: Engine, opener: Opener) -> None:
+        """Take an engine. opener: opens those that replace it. Raises BadLanguage."""
+        self._take(engine, opener)
 
-    def _take(self, model: Model, opener: Opener) -> None:
+    def _take(self, engine: Engine, opener: Opener) -> None:
+        try:
+            talk = converse(engine, now=opener.now, languages=opener.languages)
+        except BaseException:
+            engine.close()
+            raise
         self._opener = opener
-        self._opened: Model | None = model
-        self.model = model.info.name
-        self._load_seconds = model.info.load_seconds  # added to the first answer
+        self._opened: tuple[Engine, Conversation] | None = engine, talk
+        self.model = engine.info.name
+        self._load_seconds = engine.info.load_seconds  # added to the first answer
         self.last: Generation | None = None
 
     def close(self) -> None:
         """Release the engine and its memory."""
         if self._opened is not None:
-            model, self._opened, self.last = self._opened, None, None
-            model.close()
+            engine = self.engine
+            self._opened = self.last = None  # the KV cache goes first
+            engine.close()
 
     def __enter__(self) -> LocalPartner:
         return self
@@ -71,12 +75,12 @@ class LocalPartner:
     @property
     def engine(self) -> Engine:
         assert self._opened is not None
-        return self._opened.engine
+        return self._opened[0]
 
     @property
     def _conversation(self) -> Conversation:
         assert self._opened is not None
-        return self._opened.conversation
+        return self._opened[1]
 
     def load(self, model: str) -> None:
         manifest, folder = Library(self._opener.settings).read(model)

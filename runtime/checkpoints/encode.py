@@ -22,12 +22,10 @@ from moeinf.runtime.checkpoints.checkpoint import (
 )
 from moeinf.runtime.checkpoints.quantised import fp8, nvfp4, packed_integers
 from moeinf.runtime.checkpoints.quantised.fused_experts import mxfp4_tiles, picked_values
-from moeinf.runtime.checkpoints.quantised.ggml import (
+from moeinf.runtime.checkpoints.quantised.ggml import is_ggml, keeps, keeps_rows
+from moeinf.runtime.checkpoints.quantised.ggml_rows import (
     all_packed_rows,
     factors_of,
-    is_ggml,
-    keeps,
-    keeps_rows,
     packed_rows,
     retile,
     scales_of,

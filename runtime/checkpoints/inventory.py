@@ -12,13 +12,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from moeinf.models import Family, ModelDataError
 from moeinf.models.base import (
     Embedding,
+    Family,
     FusedPart,
     KvForm,
     Linear,
     MemoryTable,
+    ModelDataError,
     MoeShape,
     Piece,
     Role,
@@ -57,8 +58,6 @@ _LINEAR_FORMS = {"Q3": "Q4", "Q2": "Q4"}  # every token uses linears, and they a
 # hyper-connections, which mix all streams, and DeepSeek-V4's table of experts.
 _HYPER = ("_hc.fn", "_hc.base", "_hc.scale", ".hc_fn", ".hc_base", ".hc_scale")
 _EXACT = (".e_score_correction_bias", ".A_log", ".dt_bias", *_HYPER, ".tid2eid")
-
-
 _FUSED_ROLES: dict[str, tuple[Role, ...]] = {
     "gate_up": ("gate", "up"),
     "gate_up_bias": ("gate_bias", "up_bias"),

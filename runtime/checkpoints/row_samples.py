@@ -15,7 +15,8 @@ from torch import Tensor
 from moeinf.runtime.checkpoints.checkpoint import TORCH_DTYPE, SourceTensor
 from moeinf.runtime.checkpoints.quantised import fp8
 from moeinf.runtime.checkpoints.quantised.fused_experts import MXFP4, widen_blocks
-from moeinf.runtime.checkpoints.quantised.ggml import bits_of, is_ggml, widen
+from moeinf.runtime.checkpoints.quantised.ggml import bits_of, is_ggml
+from moeinf.runtime.checkpoints.quantised.ggml_rows import widen
 
 Read = Callable[[str, int, int], bytes]  # (file name, offset, count) -> the bytes of the file
 

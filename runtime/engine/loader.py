@@ -13,8 +13,8 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from moeinf.errors import problem, reason
-from moeinf.models import family_of
 from moeinf.models.base import Activation, Model, ModelDataError, Table
+from moeinf.models.families import family_of
 from moeinf.models.layers.kv_q8 import widened
 from moeinf.models.layers.moe import TorchMath
 from moeinf.native import SlotPool, crc32c

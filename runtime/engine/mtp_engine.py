@@ -14,8 +14,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from moeinf.models import family_of
 from moeinf.models.base import Model, State
+from moeinf.models.families import family_of
 from moeinf.models.layers.decoder import Decoder
 from moeinf.models.layers.mtp import MtpModules
 from moeinf.offload.store.expert_store import ExpertStore

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from moeinf.errors import UnusableInput
-from moeinf.models import Family, family_of
-from moeinf.models.base import ModelDataError, MoeShape
+from moeinf.models.base import Family, ModelDataError, MoeShape
+from moeinf.models.families import family_of
 from moeinf.runtime.checkpoints.checkpoint import (
     CONFIG,
     SAFETENSORS,

@@ -20,7 +20,7 @@ from typing import Any
 
 from huggingface_hub import constants, get_token
 
-from moeinf.models import family_of
+from moeinf.models.families import family_of
 from moeinf.runtime.checkpoints.checkpoint import (
     BIN,
     CONFIG,

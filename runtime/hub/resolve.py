@@ -5,16 +5,29 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from moeinf.errors import NotFound
+from moeinf.models.families import family_of
+from moeinf.runtime.checkpoints.checkpoint import Checkpoint
+from moeinf.runtime.checkpoints.inventory import take_inventory
+from moeinf.runtime.checkpoints.quantised.nvfp4 import DIVISOR, FACTOR
+from moeinf.runtime.checkpoints.torch_bin import open_folder
 from moeinf.runtime.config import Settings, read_other_stores
+from moeinf.runtime.gguf.checkpoint import is_gguf, open_local
+from moeinf.runtime.gguf.reader import stem_of
+from moeinf.runtime.gguf.tags import best_tag
 from moeinf.runtime.hub.aliases import entry_of
-from moeinf.runtime.hub.suggestions import fitting, is_dense, nearest
+from moeinf.runtime.hub.base_repository import base_of
+from moeinf.runtime.hub.gguf_files import source_files
+from moeinf.runtime.hub.hf_cache import cached_checkpoint, cached_gguf, cached_snapshot, lacking
+from moeinf.runtime.hub.installed import DenseModel
+from moeinf.runtime.hub.listing import RepositoryError, is_offline, look_up_all
+from moeinf.runtime.hub.repository import HubSource
+from moeinf.runtime.hub.suggestions import is_dense, nearest
 from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
 from moeinf.runtime.library.local_stores import ollama_model, ollama_name
+from moeinf.runtime.library.sources import LocalSource, Source
 from moeinf.runtime.library.staging import downloads_of
-from moeinf.runtime.machine.memory import available_bytes
 from moeinf.runtime.names import (
     DEMO,
     OLLAMA,
@@ -26,11 +39,6 @@ from moeinf.runtime.names import (
     plain,
     split_quant,
 )
-from moeinf.runtime.sizes import format_bytes
-
-if TYPE_CHECKING:
-    from moeinf.runtime.checkpoints.checkpoint import Checkpoint
-    from moeinf.runtime.library.sources import LocalSource, Source
 
 
 class UnknownSource(NotFound, ValueError):
@@ -46,25 +54,6 @@ class UnknownSource(NotFound, ValueError):
         near = ", ".join(nearest(model))
         self.hint = f"{near}, or " if near else ""
         self.hint += "`moeinf search`, which lists the short names"
-
-
-class DenseModel(NotFound, ValueError):
-    """The named model has no experts."""
-
-    code = "dense_model"
-    exit_code = 2
-
-    def __init__(self, model: str) -> None:
-        super().__init__(f"{model} is a dense model; moeinf runs mixture-of-experts models")
-        found = fitting(available_bytes())
-        fit = (f"`moeinf run {e.name}` ({format_bytes(e.disk_bytes)})" for e in found)
-        self.hint = f"{' or '.join(fit)}, or `moeinf search`"
-
-
-def can_be_had(model: str) -> bool:
-    """Return whether a name is the demo, ORG/NAME or a short name. Raises BadName."""
-    own = parse_name(model).name == DEMO
-    return own or "/" in plain(model) or entry_of(model) is not None or is_dense(model)
 
 
 def find_source(
@@ -87,10 +76,6 @@ def find_source(
     Raises UnknownSource, DenseModel, BadName, RepositoryError, BadCheckpoint, DownloadFailed,
     NoSuchOllamaModel, BadStore.
     """
-    from moeinf.runtime.checkpoints.torch_bin import open_folder
-    from moeinf.runtime.hub.base_repository import base_of
-    from moeinf.runtime.library.sources import LocalSource  # these modules import torch
-
     if model.startswith(OLLAMA):
         path = ollama_model(model, read_other_stores())
         wanted, local = _local(path, ollama_name(model) if name is None else name)
@@ -107,11 +92,6 @@ def find_source(
     if asked.name == DEMO:
         return wanted, LocalSource.watched(open_folder(DEMO_CHECKPOINT), DEMO)
     check_not_demo(wanted)
-
-    from moeinf.runtime.hub.gguf_files import source_files
-    from moeinf.runtime.hub.hf_cache import cached_snapshot
-    from moeinf.runtime.hub.listing import RepositoryError, is_offline, look_up_all
-    from moeinf.runtime.hub.repository import HubSource
 
     model, quant = split_quant(model)
     repository = model.partition(":")[0]
@@ -158,10 +138,6 @@ def _named(name: str, tag: str) -> ModelName:
 
 def _local(path: Path, name: str | None) -> tuple[ModelName, LocalSource]:
     """Return the name and the source of a folder or a GGUF file. Raises BadCheckpoint, BadName."""
-    from moeinf.runtime.gguf.checkpoint import is_gguf, open_local
-    from moeinf.runtime.gguf.reader import stem_of
-    from moeinf.runtime.library.sources import LocalSource
-
     asked = name if name is not None else stem_of(path.name) if is_gguf(path) else path.name
     wanted = parse_name(asked)
     check_not_demo(wanted)
@@ -173,11 +149,6 @@ def _local(path: Path, name: str | None) -> tuple[ModelName, LocalSource]:
 
 def _in_its_format(wanted: ModelName, checkpoint: Checkpoint) -> ModelName:
     """Return the name with the tag that keeps most of a GGUF file or an NVFP4 checkpoint."""
-    from moeinf.models import family_of
-    from moeinf.runtime.checkpoints.inventory import take_inventory
-    from moeinf.runtime.checkpoints.quantised.nvfp4 import DIVISOR, FACTOR
-    from moeinf.runtime.gguf.tags import best_tag
-
     experts = list(checkpoint.experts.values())
     if any(name.endswith((FACTOR, DIVISOR)) for name in checkpoint.tensors):
         inventory = take_inventory(family_of(checkpoint.config), checkpoint)
@@ -197,10 +168,6 @@ def _offline(
 
     Raises RepositoryError if it is absent, BadCheckpoint.
     """
-    from moeinf.runtime.hub.hf_cache import cached_checkpoint, cached_gguf, lacking  # import torch
-    from moeinf.runtime.hub.listing import RepositoryError
-    from moeinf.runtime.library.sources import LocalSource
-
     cached = cached_checkpoint(repository, revision) if quant is None else None
     found = cached_gguf(repository, revision, quant, tag) if cached is None else None
     if cached is None and found is None:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeinf.errors import Conflict, problem
-from moeinf.models import family_of
+from moeinf.models.families import family_of
 from moeinf.native import BLOCK_ROWS, crc32c
 from moeinf.offload.format.layout import ExpertLayout, plain_form, stored_bytes
 from moeinf.offload.format.shards import FileRecord

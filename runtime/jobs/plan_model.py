@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
 
 from moeinf.offload.store.budget import DoesNotFit
 from moeinf.runtime.config import EngineConfig, Settings
-from moeinf.runtime.hub.resolve import can_be_had, find_source
-from moeinf.runtime.jobs.plan_document import Rows, plan_document
-from moeinf.runtime.library.library import Library, NoSuchModel
+from moeinf.runtime.hub.resolve import find_source
+from moeinf.runtime.jobs.plan_installed import Planned, plan_installed
+from moeinf.runtime.library.draft_model import find_draft
+from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.manifest import Manifest
+from moeinf.runtime.library.repacking.repack import measure_source, prospects
 from moeinf.runtime.names import BadName, ModelName, expand, is_path, parse_name
 from moeinf.runtime.placement.gpu_plan import DeviceDoesNotFit
 from moeinf.runtime.placement.outlook import Machine, Outlook, PullSize, ladder, look, outlook
@@ -21,23 +21,6 @@ from moeinf.runtime.sizes import MemorySize
 
 _UNNAMED = "checkpoint"  # the name of a folder whose own name is not a model name
 Tags = dict[str, tuple[Manifest, PullSize]]
-
-
-@dataclass(frozen=True)
-class Planned:
-    """The plan of a model.
-
-    rungs: the same with other memory. rows: each tag that a pull can make. sizes: the provenance of
-    the sizes.
-    """
-
-    found: Outlook
-    rungs: list[Outlook]
-    rows: Rows
-    sizes: str
-
-    def document(self) -> dict[str, Any]:
-        return plan_document(self.found, self.rungs, self.rows, self.sizes)
 
 
 def plan_model(
@@ -53,36 +36,18 @@ def plan_model(
     stop: ends requests to the hub. Raises NoSuchModel, DoesNotFit for a --memory below the least,
     BadContext, DeviceDoesNotFit.
     """
-    tags: Tags = {}
-    folder, pull = settings.models, None
-    installed = None if is_path(model) else _installed(model, settings)
+    installed = plan_installed(model, config, settings)
     if installed is not None:
-        manifest, folder = installed
-        sizes = "the manifest of the pulled model"
-    else:
-        name, tags = _prospects(model, settings, note, stop)
-        manifest, pull = tags[name.tag]
-        sizes = "the headers of the source; nothing was pulled"
+        return installed
+    name, tags = _prospects(model, settings, note, stop)
+    manifest, pull = tags[name.tag]
     if config.draft is not None:
-        from moeinf.runtime.library.draft_model import find_draft  # imports tokenizers
-
-        source = None if installed is None else folder
-        find_draft(config.draft, manifest, source, Library(settings))
-    machine = look(settings, folder, manifest)
+        find_draft(config.draft, manifest, None, Library(settings))
+    machine = look(settings, settings.models, manifest)
     found = outlook(manifest, config, settings, machine, pull)
     rungs = list(ladder(found, config, settings))
     rows = {tag: _row(*about, config, settings, machine) for tag, about in tags.items()}
-    return Planned(found, rungs, rows, sizes)
-
-
-def _installed(model: str, settings: Settings) -> tuple[Manifest, Path] | None:
-    """Return an installed model, or None if it can be pulled. Raises NoSuchModel."""
-    try:
-        return Library(settings).read(model)
-    except NoSuchModel:
-        if can_be_had(model):
-            return None
-        raise
+    return Planned(found, rungs, rows, "the headers of the source; nothing was pulled")
 
 
 def _prospects(
@@ -92,8 +57,6 @@ def _prospects(
     stop: threading.Event | None,
 ) -> tuple[ModelName, Tags]:
     """Return the name that a pull would give, and by tag its manifest and its sizes."""
-    from moeinf.runtime.library.repacking.repack import measure_source, prospects  # imports torch
-
     wanted, source = find_source(model, _name_of(model), settings, note, stop=stop)
     sizes = measure_source(source)
     written = {partial.name: partial.size_bytes for partial in Library(settings).partials()}

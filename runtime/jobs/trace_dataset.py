@@ -19,7 +19,7 @@ from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.files.atomic import write_bytes_durably
 from moeinf.runtime.generation.generate import Generation
 from moeinf.runtime.generation.seq2seq import Languages, converse
-from moeinf.runtime.jobs.datasets import Item
+from moeinf.runtime.jobs.datasets.items import Item
 from moeinf.runtime.requests import Limits, PromptTooLong, SamplingOptions
 
 

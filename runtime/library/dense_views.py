@@ -10,9 +10,9 @@ import msgspec
 import torch
 from torch import Tensor
 
-from moeinf.models import Family, family_of
 from moeinf.models.base import (
     Embedding,
+    Family,
     KvForm,
     Linear,
     MemoryTable,
@@ -20,6 +20,7 @@ from moeinf.models.base import (
     Piece,
     Table,
 )
+from moeinf.models.families import family_of
 from moeinf.offload.format.layout import LAYOUT_VERSIONS, TILE_ALIGNMENT, is_tiled, stored_bytes
 from moeinf.runtime.checkpoints.checkpoint import (
     CONFIG,

@@ -16,7 +16,7 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from moeinf.errors import Failure, problem
-from moeinf.models import family_of
+from moeinf.models.families import family_of
 from moeinf.offload.format.drives import bare, link_of, places
 from moeinf.offload.format.shards import FileRecord, write_file
 from moeinf.runtime.checkpoints.checkpoint import (

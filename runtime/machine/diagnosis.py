@@ -102,7 +102,7 @@ def _torch(gpu: str | NoGpu) -> Finding:
 
 
 def _has_cuda() -> bool:
-    import torch
+    import torch  # noqa: PLC0415 - the other checks do without it
 
     return torch.version.cuda is not None
 

@@ -113,7 +113,7 @@ def missing_for_kernels() -> str | None:
         return "Triton is not installed (a torch with CUDA includes it)"
     if (fault := torch_fault()) is not None:
         return fault
-    import torch
+    import torch  # noqa: PLC0415 - `plan` and `doctor` do without it
 
     if not torch.cuda.is_available():
         if torch.version.cuda is None:
@@ -122,13 +122,16 @@ def missing_for_kernels() -> str | None:
     major, minor = torch.cuda.get_device_capability(0)
     if (major, minor) < _LEAST_CAPABILITY:
         return f"its compute capability is {major}.{minor}, and the kernels need 8.0 (Ampere)"
-    return triton_fault()
+    fault = triton_fault()
+    if fault is None:
+        _kernels()  # `serve` has imported them before it listens
+    return fault
 
 
 def torch_fault() -> str | None:
     """Return the reason why torch cannot be imported here, or None."""
     try:
-        import torch  # noqa: F401
+        import torch  # noqa: F401, PLC0415 - `doctor` tells what breaks it
     except Exception as error:  # of its libraries, files, imports
         return f"torch cannot be imported: {reason(error).splitlines()[0]}"
     return None
@@ -141,7 +144,7 @@ def triton_fault() -> str | None:
     headers.
     """
     try:
-        from triton.runtime import driver
+        from triton.runtime import driver  # noqa: PLC0415 - optional
 
         driver.active.utils  # noqa: B018
     except Exception as error:  # of subprocesses, files, imports
@@ -178,11 +181,13 @@ def _of_device(error: Exception) -> bool:
 
 def torch_device() -> TorchDevice:
     """Return torch's CUDA device with our kernels. missing_for_kernels() must return None."""
-    from moeinf.offload.gpu_kernels.device import (
-        CudaDevice,  # imports torch's CUDA parts and Triton
-    )
+    return _kernels()()
 
-    return CudaDevice()
+
+def _kernels() -> type[TorchDevice]:
+    from moeinf.offload.gpu_kernels.device import CudaDevice  # noqa: PLC0415 - imports Triton
+
+    return CudaDevice
 
 
 @cache
@@ -202,7 +207,7 @@ def _opened(library: str) -> _Opened:
 
     That takes a good part of a second.
     """
-    from moeinf.runtime.machine.nvml import HeldMemory
+    from moeinf.runtime.machine.nvml import HeldMemory  # noqa: PLC0415 - imports pynvml
 
     driver = _driver(library)
     held = HeldMemory(driver.info(0)[2])

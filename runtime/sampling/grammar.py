@@ -10,6 +10,8 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+import numpy as np
+
 from moeinf.runtime.sampling.grammar_processes import Matching
 from moeinf.runtime.sampling.schema_limits import MOST_BYTES, check_schema
 from moeinf.runtime.sampling.schema_limits import BadFormat as BadFormat
@@ -18,7 +20,6 @@ from moeinf.runtime.text.reasoning import marks_of, parser_for, thinks
 from moeinf.runtime.text.tool_calls import format_of
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
     from moeinf.runtime.sampling.grammar_processes import Grammars
@@ -150,8 +151,6 @@ class _Grammar:
         return self._called or self._matching.ready(seconds)
 
     def mask(self, logits: Logits) -> Logits:
-        import numpy as np
-
         if self._called:
             return logits
         if not self._parser.answering:

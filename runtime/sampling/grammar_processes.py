@@ -15,11 +15,12 @@ import base64
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from moeinf.runtime.limited_process import Channel, LimitedProcess, LimitExceeded, Refused
 from moeinf.runtime.sampling.schema_limits import BadFormat
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
 MOST_IDLE = 4
@@ -157,7 +158,5 @@ def _words(refused: Refused) -> str:
 
 
 def _bits(mask: str) -> NDArray[np.bool_]:
-    import numpy as np
-
     packed = np.frombuffer(base64.b64decode(mask), np.uint8)
     return np.unpackbits(packed, bitorder="little").astype(bool)

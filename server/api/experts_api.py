@@ -11,13 +11,13 @@ from fastapi.responses import StreamingResponse
 
 from moeinf.errors import NotFound, Unavailable
 from moeinf.server.api.answers import BadRequest
+from moeinf.server.engines.expert_map import ExpertMap
 from moeinf.server.engines.model_manager import Loaded, ModelManager
 from moeinf.server.http.bodies import JsonRoute
 from moeinf.server.http.json_text import Answer, dump
 
 if TYPE_CHECKING:
     from moeinf.runtime.engine.engine import Engine
-    from moeinf.server.engines.expert_map import ExpertMap
 
 EVERY_S = 0.25  # between two frames
 MOST_STREAMS = 16  # of one server
@@ -70,8 +70,6 @@ async def experts(
 
 
 def _watched(loaded: Loaded, engine: Engine) -> ExpertMap:
-    from moeinf.server.engines.expert_map import ExpertMap  # imports torch, like the engine
-
     return ExpertMap(loaded.worker, engine)
 
 

@@ -18,11 +18,13 @@ from moeinf.errors import MoeinfError
 from moeinf.runtime.config import Settings, parse_duration
 from moeinf.runtime.generation.events import Ended, Failed, Reading
 from moeinf.runtime.hub.aliases import licence_of
+from moeinf.runtime.library.clone import copy_model
 from moeinf.runtime.library.defaults import Defaults
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.library.modelfile import modelfile_of, parameters_text
 from moeinf.runtime.sampling.grammar import json_of
 from moeinf.runtime.text.reasoning import thinks
+from moeinf.runtime.text.tokenizer import chat_template
 from moeinf.runtime.text.tool_calls import knows_tools
 from moeinf.runtime.version import version
 from moeinf.server.api.answers import BadRequest, events, noted, words_of
@@ -312,8 +314,6 @@ def _living(loaded: Loaded) -> dict[str, Any]:
 def show(asked: ModelRequest, request: Request) -> dict[str, Any]:
     host: ModelManager = request.app.state.host
     m, folder = host.library.read(asked.wanted)
-    from moeinf.runtime.text.tokenizer import chat_template
-
     given = m.defaults or Defaults(str(m.model))
     template = chat_template(folder) or "" if given.template is None else given.template
     capabilities = {
@@ -349,8 +349,6 @@ def show(asked: ModelRequest, request: Request) -> dict[str, Any]:
 
 @router.post("/api/copy")
 def copy(asked: CopyRequest, request: Request) -> Response:
-    from moeinf.runtime.library.clone import copy_model
-
     copy_model(request.app.state.settings, asked.source, asked.destination)
     return Response()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable
@@ -333,8 +334,6 @@ def model(name: str, request: Request) -> dict[str, Any]:
 
 
 def _described(m: Manifest) -> dict[str, Any]:
-    import datetime
-
     created = int(datetime.datetime.fromisoformat(m.created_at).timestamp())
     openai = {"object": "model", "created": created, "owned_by": "moeinf"}
     anthropic = {"type": "model", "display_name": str(m.model), "created_at": m.created_at}

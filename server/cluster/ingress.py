@@ -45,7 +45,7 @@ class Ingress:
         self._guarded = RequestIds(guard)
         self._registry = CollectorRegistry()
         self._registry.register(RoutingCounts())
-        self.state = SimpleNamespace(host=SimpleNamespace(in_use=True, stuck=False))
+        self.state = SimpleNamespace(host=SimpleNamespace(in_use=True, stuck=False, failure=""))
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":

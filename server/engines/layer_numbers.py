@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from moeinf.models import family_of
 from moeinf.models.base import Model
+from moeinf.models.families import family_of
 from moeinf.models.layers.decoder import Decoder
 from moeinf.models.layers.moe import SparseFfn
 from moeinf.models.nemotron_h import NemotronHConfig

@@ -13,10 +13,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
+from moeinf.errors import MoeinfError, reason
 from moeinf.offload.store.budget import DoesNotFit
 from moeinf.runtime.config import EngineConfig, ServerSettings, Settings
+from moeinf.runtime.engine.engine import Engine
+from moeinf.runtime.engine.loader import LoadProgress
+from moeinf.runtime.generation.events import Ended
 from moeinf.runtime.library.library import Library, ModelInUse
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.machine.memory import return_free_pages
@@ -24,12 +27,7 @@ from moeinf.runtime.names import ModelName
 from moeinf.runtime.placement.decode_speed import remember_prefill, remember_speed
 from moeinf.runtime.placement.gpu_plan import DeviceDoesNotFit
 from moeinf.server.engines.jobs import Unloaded
-
-if TYPE_CHECKING:
-    from moeinf.runtime.engine.engine import Engine
-    from moeinf.runtime.engine.loader import LoadProgress
-    from moeinf.runtime.generation.events import Ended
-    from moeinf.server.engines.worker import Worker
+from moeinf.server.engines.worker import Worker
 
 _LOOK_EVERY_S = 1.0
 _TRIM_EVERY_S = 30.0
@@ -98,6 +96,7 @@ class ModelManager:
         self._own_context: dict[ModelName, int] = {}  # in tokens, where no request named one
         self._closing: set[asyncio.Future[bool]] = set()
         self._unended: list[Worker] = []  # closed, and possibly still running
+        self.failure = ""  # of the last load, if neither the model nor memory caused it
 
     @property
     def stuck(self) -> bool:
@@ -237,6 +236,18 @@ class ModelManager:
         return ended
 
     async def _load(self, key: ModelName, context: int | None) -> tuple[Manifest, Worker]:
+        """Start an engine; keep in `failure` why that failed, if the model is not the cause."""
+        try:
+            found = await self._fitted(key, context)
+        except (MoeinfError, OSError, MemoryError):
+            raise
+        except Exception as error:
+            self.failure = f"{key} could not be loaded: {reason(error)}"
+            raise
+        self.failure = ""
+        return found
+
+    async def _fitted(self, key: ModelName, context: int | None) -> tuple[Manifest, Worker]:
         """Start an engine; if it does not fit, unload the idle models and try again."""
         try:
             return await self._started(key, context)
@@ -255,11 +266,7 @@ class ModelManager:
             remember_prefill(*about, read, ended.prefill_seconds)
 
     async def _started(self, key: ModelName, context: int | None) -> tuple[Manifest, Worker]:
-        def start() -> tuple[Manifest, Worker]:  # on a thread: the import of torch takes seconds
-            from moeinf.runtime.engine.engine import Engine
-            from moeinf.runtime.engine.loader import LoadProgress
-            from moeinf.server.engines.worker import Worker
-
+        def start() -> tuple[Manifest, Worker]:
             manifest, folder = self.library.read(str(key))
             config = self._config
             if config.draft is not None and self.library.find(config.draft)[0] == key:

@@ -17,7 +17,8 @@ from moeinf.cli.errors import tell
 from moeinf.cli.main import answer
 from moeinf.cli.output import Output, OutputFailed
 from moeinf.errors import DeviceError, OutOfDeviceMemory
-from moeinf.models import FAMILIES, ModelDataError
+from moeinf.models.base import ModelDataError
+from moeinf.models.families import FAMILIES
 from moeinf.offload.gpu_tier.layer_runner import OutOfMemory
 from moeinf.offload.store.budget import DoesNotFit
 from moeinf.offload.store.transfer import ExpertReadError

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from moeinf.api import Model
 from moeinf.cli.chat.client import Client
 from moeinf.cli.chat.local import LocalPartner, Opener
 from moeinf.cli.chat.remote import RemotePartner
@@ -191,7 +190,7 @@ def test_what_lies_on_the_gpu_is_shown(
         check_document("ps", document)
         assert document["engines"][0]["device_peak_bytes"] == plan.peak_bytes
         opener = Opener(EngineConfig(), settings)
-        here = dict(LocalPartner(Model.around(engine), opener).cache())
+        here = dict(LocalPartner(engine, opener).cache())
         arena = format_bytes(plan.arena_bytes)
         assert here["experts on the GPU"] == f"0 of 192, 0 B of {arena}"
         server = read_server_environment()

@@ -14,7 +14,7 @@ import gc, inspect, json, sys
 search = inspect.getmodule
 from moeinf.cli import torch_finder
 torch_finder.install()
-from moeinf.models import FAMILIES
+from moeinf.models.families import FAMILIES
 from moeinf.runtime.checkpoints.inventory import WantedParts
 
 tensors = {}

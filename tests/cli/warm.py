@@ -32,9 +32,9 @@ from typing import IO, Any
 
 _LARGEST = 1 << 20  # bytes of a request
 _PRELOAD = (
-    "moeinf.cli.main", "moeinf.cli.chat.local", "moeinf.cli.chat.repl", "moeinf.server.serve",
-    "moeinf.runtime.library.repacking.repack", "filelock", "httpx2", "truststore", "tqdm.auto",
-    "yaml",
+    "moeinf.cli.main", "moeinf.cli.chat.local", "moeinf.cli.chat.repl",
+    "moeinf.runtime.library.repacking.repack", "fastapi", "filelock", "gguf", "httpx2",
+    "llguidance", "prometheus_client", "tqdm.auto", "truststore", "uvicorn", "yaml",
 )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save
 
-from moeinf.models import ModelDataError
+from moeinf.models.base import ModelDataError
 from moeinf.models.config import Fields
 from moeinf.models.quantisation import refuse_quantised
 from moeinf.offload.format.layout import stored_bytes

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from gguf import GGMLQuantizationType as Kind
 
-from moeinf.models import ModelDataError, family_of
+from moeinf.models.base import ModelDataError
+from moeinf.models.families import family_of
 from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint
 from moeinf.runtime.checkpoints.encode import encoded
 from moeinf.runtime.checkpoints.inventory import take_inventory

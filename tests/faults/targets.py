@@ -23,7 +23,8 @@ import numpy as np
 import torch
 from safetensors.torch import save
 
-from moeinf.models import FAMILIES, ModelDataError, family_of
+from moeinf.models.base import ModelDataError
+from moeinf.models.families import FAMILIES, family_of
 from moeinf.native import crc32c
 from moeinf.offload.format.array_file import BadContainer
 from moeinf.offload.routing.eamc import Eamc

@@ -16,7 +16,7 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moeinf.models import ModelDataError
+from moeinf.models.base import ModelDataError
 from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint, open_checkpoint
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine.engine import Engine

@@ -10,7 +10,7 @@ import pytest
 from _pytest.mark.expression import Expression
 
 from moeinf.cli.commands.models.export import export
-from moeinf.models import FAMILIES
+from moeinf.models.families import FAMILIES
 from moeinf.runtime.gguf.writing.architectures import _FAMILIES
 from tests.exported import FAMILIES as RUN_BY_LLAMA_CPP
 from tests.exported import STREAMS

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeinf.models import FAMILIES, ModelDataError, family_of
+from moeinf.models.base import ModelDataError
 from moeinf.models.config import Fields
+from moeinf.models.families import FAMILIES, family_of
 from tests.encoder_decoders import PAIRS
 from tests.tiny import TINY, tiny_config
 

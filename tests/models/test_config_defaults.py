@@ -14,7 +14,8 @@ import torch
 import transformers
 from transformers import AutoConfig
 
-from moeinf.models import FAMILIES, ModelDataError, family_of
+from moeinf.models.base import ModelDataError
+from moeinf.models.families import FAMILIES, family_of
 from tests.encoder_decoders import PAIRS
 from tests.fakes import load_resident
 from tests.tiny import TINY, by_default, save_tiny, tiny_config

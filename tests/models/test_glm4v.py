@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import transformers
 
-from moeinf.models import FAMILIES, ModelDataError, family_of
-from moeinf.models.base import ExpertPart
+from moeinf.models.base import ExpertPart, ModelDataError
+from moeinf.models.families import FAMILIES, family_of
 from tests.tiny import TINY, tiny_config
 
 _DATA = Path(__file__).parents[1] / "data"

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from moeinf.models import family_of
 from moeinf.models.base import ExpertPart, MoeShape
+from moeinf.models.families import family_of
 from tests.tiny_packed import compressed, scheme
 
 YARN = {"type": "yarn", "mscale": 1.0, "mscale_all_dim": 1.0}

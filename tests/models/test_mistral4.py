@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from moeinf.models import ModelDataError, family_of
-from moeinf.models.base import ExpertPart, FusedPart
+from moeinf.models.base import ExpertPart, FusedPart, ModelDataError
+from moeinf.models.families import family_of
 from tests.tiny import TINY, tiny_config
 
 TEXT: dict[str, Any] = tiny_config(TINY["mistral4-groups"]).to_dict()

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moeinf.models import FAMILIES, ModelDataError
-from moeinf.models.base import ExpertPart, MoeShape
+from moeinf.models.base import ExpertPart, ModelDataError, MoeShape
+from moeinf.models.families import FAMILIES
 from tests.fakes import DictParts
 from tests.tiny import TINY, published_config
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from moeinf.models import family_of
+from moeinf.models.families import family_of
 from tests.tiny import TINY, tiny_config
 
 ENCODER_DECODERS = {"nllb-moe", "switch_transformers"}  # see seq2seq/

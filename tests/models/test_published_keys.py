@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import transformers
 
-from moeinf.models import FAMILIES, ModelDataError, family_of
-from moeinf.models.base import ExpertPart
+from moeinf.models.base import ExpertPart, ModelDataError
+from moeinf.models.families import FAMILIES, family_of
 from tests.models.test_names import config_of
 from tests.tiny import tiny_config
 

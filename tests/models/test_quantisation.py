@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import transformers
 
-from moeinf.models import ModelDataError, family_of
+from moeinf.models.base import ModelDataError
+from moeinf.models.families import family_of
 from moeinf.models.quantisation import UnsupportedQuantisation
 from tests.encoder_decoders import PAIRS
 from tests.tiny import TINY, tiny_config

@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from moeinf.models import FAMILIES, ModelDataError, family_of
+from moeinf.models.base import ModelDataError
+from moeinf.models.families import FAMILIES, family_of
 from tests.fakes import from_tensors
 from tests.models.conftest import Pair
 from tests.tiny import tiny_config

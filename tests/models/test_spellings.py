@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from moeinf.models import family_of
+from moeinf.models.families import family_of
 from tests.tiny import TINY, tiny_config
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")

@@ -23,7 +23,6 @@ from moeinf.cli.output import Output
 from moeinf.cli.views.plan_text import print_outlook
 from moeinf.offload.policy.names import DEFAULT_POLICY
 from moeinf.runtime.config import EngineConfig, Settings, read_environment
-from moeinf.runtime.jobs.plan_model import plan_model
 
 
 def plan(
@@ -73,7 +72,13 @@ def print_plan(model: str, config: EngineConfig, settings: Settings, out: Output
 
     Raises NoSuchModel, DoesNotFit for a --memory below the least, BadContext, DeviceDoesNotFit.
     """
-    planned = plan_model(model, config, settings, out.note)
+    from moeinf.runtime.jobs.plan_installed import plan_installed  # imports tokenizers
+
+    planned = plan_installed(model, config, settings)
+    if planned is None:
+        from moeinf.runtime.jobs.plan_model import plan_model  # imports torch
+
+        planned = plan_model(model, config, settings, out.note)
     if out.json:
         out.document(planned.document())
     else:

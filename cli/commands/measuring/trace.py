@@ -30,7 +30,7 @@ from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.manifest import Manifest
 
 if TYPE_CHECKING:
-    from moeinf.runtime.jobs.datasets import Item
+    from moeinf.runtime.jobs.datasets.items import Item
     from moeinf.runtime.jobs.trace_dataset import Traced
 
 _INTERRUPTED = 130
@@ -132,7 +132,8 @@ def _items(
     out: Output,
 ) -> list[Item]:  # fmt: skip
     """Load the prompts; with `subset`, only those of its tasks."""
-    from moeinf.runtime.jobs.datasets import Wanted, load_items
+    from moeinf.runtime.jobs.datasets.items import Wanted
+    from moeinf.runtime.jobs.datasets.table import load_items
     from moeinf.runtime.library.library import DEMO_CHECKPOINT
 
     tasks = tuple(word.strip() for word in subset.split(",")) if subset is not None else None

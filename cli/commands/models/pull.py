@@ -11,9 +11,7 @@ from moeinf.cli.errors import Usage
 from moeinf.cli.options import Json, Quiet, known_models
 from moeinf.cli.output import Output
 from moeinf.runtime.config import Settings, read_environment, read_other_stores
-from moeinf.runtime.hub.resolve import find_source
-from moeinf.runtime.jobs.ensure import ensure as ensure_model
-from moeinf.runtime.jobs.ensure import make
+from moeinf.runtime.hub.installed import installed
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.local_stores import LocalModel, local_models
 from moeinf.runtime.library.manifest import Manifest, storable
@@ -108,6 +106,9 @@ def pull(
     if model is None:
         raise Usage("MODEL is missing: a short name, ORG/NAME, ./PATH or ollama:NAME")
     tag = None if bits is None else _tag_of(bits)
+    from moeinf.runtime.hub.resolve import find_source  # these modules import torch
+    from moeinf.runtime.jobs.ensure import make
+
     wanted, source = find_source(
         model, name, settings, out.note, revision, token, workers, None, not no_base
     )
@@ -138,6 +139,11 @@ def ensure(model: str, settings: Settings, out: Output) -> tuple[Manifest, Path]
 
     Raises as jobs.ensure.
     """
+    found = installed(model, settings, out.note)
+    if found is not None:
+        return found
+    from moeinf.runtime.jobs.ensure import ensure as ensure_model  # imports torch
+
     return ensure_model(model, settings, out.note, out.progress)
 
 

@@ -16,8 +16,8 @@ from typing import Any, cast
 import torch
 
 from moeinf.errors import UnusableInput
-from moeinf.models import family_of
 from moeinf.models.base import Piece
+from moeinf.models.families import family_of
 from moeinf.models.layers.decoder import Block, Decoder
 from moeinf.models.layers.feed_forward import DenseFfn
 from moeinf.models.layers.kv_cache import CacheLayout

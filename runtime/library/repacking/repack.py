@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeinf.errors import UnusableInput
-from moeinf.models import family_of
+from moeinf.models.families import family_of
 from moeinf.native import SHARD_DATA_OFFSET
 from moeinf.offload.format.drives import drive_number, link_drives, places
 from moeinf.offload.format.layout import ExpertForms, is_tiled

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import ConfigDict, Field
 
 from moeinf.runtime.config import Settings
+from moeinf.runtime.jobs.create import create_model
 from moeinf.runtime.library.blobs import Blobs
 from moeinf.runtime.library.defaults import DefaultMessage
 from moeinf.runtime.library.library import NoSuchModel
@@ -101,8 +102,6 @@ def _create(
     blobs: Blobs,
     client: Client,
 ) -> Line:
-    from moeinf.runtime.jobs.create import create_model  # imports torch
-
     def note(text: str) -> None:
         client.say({"status": text})
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
+from moeinf.runtime.jobs.plan_model import plan_model
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.names import is_path
 from moeinf.server.api.answers import BadRequest
@@ -46,8 +47,6 @@ async def _planned(model: str, request: Request, installed: bool) -> Response:
     config, settings = request.app.state.config, request.app.state.settings
 
     def work(client: Client) -> Line:
-        from moeinf.runtime.jobs.plan_model import plan_model
-
         if installed:
             Library(settings).find(model)
         with _TURNS.turn(client):

@@ -9,7 +9,9 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 
 from moeinf.runtime.config import Settings
+from moeinf.runtime.hub.resolve import find_source
 from moeinf.runtime.library.library import Library
+from moeinf.runtime.library.repacking.repack import repack
 from moeinf.runtime.names import is_path
 from moeinf.server.api.answers import BadRequest
 from moeinf.server.api.fields.optional import RequestObject
@@ -48,9 +50,6 @@ async def pull(asked: PullRequest, request: Request) -> Response:
 
 
 def _pull(wanted: str, settings: Settings, client: Client) -> Line:
-    from moeinf.runtime.hub.resolve import find_source
-    from moeinf.runtime.library.repacking.repack import repack  # imports torch
-
     def note(text: str) -> None:
         client.say({"status": text})
 

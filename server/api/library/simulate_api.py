@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
+from moeinf.runtime.jobs.memory_curve import MemoryCurves
 from moeinf.server.api.library.background import Client, Line, Turns, respond
 
 router = APIRouter()
@@ -21,8 +22,6 @@ async def simulate(model: str, request: Request) -> Response:
     state = request.app.state
 
     def work(client: Client) -> Line:
-        from moeinf.runtime.jobs.memory_curve import MemoryCurves
-
         with _TURNS.turn(client):
             if state.curves is None:
                 state.curves = MemoryCurves(state.settings)

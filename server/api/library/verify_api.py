@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
+from moeinf.runtime.library import verify as checks
 from moeinf.runtime.library.library import Library
 from moeinf.server.api.fields.optional import RequestObject
 from moeinf.server.api.library.background import Client, Line, Progress, Turns, respond
@@ -36,8 +37,6 @@ async def verify(asked: VerifyRequest, request: Request) -> Response:
 
 def _verify(model: str, library: Library, client: Client) -> Line:
     manifest, folder = library.read(model)
-    from moeinf.runtime.library import verify as checks  # imports torch
-
     with _TURNS.turn(client):
         damages = checks.verify(folder, manifest, Progress(client, manifest.digest))
     found = [{"path": one.path, "problem": one.problem} for one in damages]

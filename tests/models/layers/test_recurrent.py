@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from moeinf.models import FAMILIES
+from moeinf.models.families import FAMILIES
 from moeinf.models.layers.delta_net import Rule, delta_rule
 from moeinf.models.layers.kimi_delta import channel_rule
 from moeinf.models.layers.mamba2 import state_space

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from moeinf.models import FAMILIES, ModelDataError
-from moeinf.models.base import ExpertPart
+from moeinf.models.base import ExpertPart, ModelDataError
+from moeinf.models.families import FAMILIES
 from moeinf.models.seq2seq.switch_transformers import without_overflow
 
 SWITCH = {

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-from moeinf.models import ModelDataError, family_of
+from moeinf.models.base import ModelDataError
+from moeinf.models.families import family_of
 from moeinf.runtime.checkpoints.checkpoint import (
     QUANTISED,
     BadCheckpoint,

@@ -14,8 +14,8 @@ import torch
 from msgspec.structs import replace as changed
 from safetensors.torch import load_file, save_file
 
-from moeinf.models import Family, family_of
-from moeinf.models.base import FusedPart
+from moeinf.models.base import Family, FusedPart
+from moeinf.models.families import family_of
 from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint, blocks, open_checkpoint
 from moeinf.runtime.checkpoints.inventory import take_inventory
 from moeinf.runtime.config import Settings

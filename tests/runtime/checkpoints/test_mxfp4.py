@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moeinf.models import family_of
+from moeinf.models.families import family_of
 from moeinf.offload.format.layout import ExpertKey
 from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint, open_checkpoint
 from moeinf.runtime.checkpoints.inventory import take_inventory

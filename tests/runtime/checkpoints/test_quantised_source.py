@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from moeinf.models import family_of
+from moeinf.models.families import family_of
 from moeinf.models.quantisation import UnsupportedQuantisation
 from moeinf.runtime.checkpoints.checkpoint import QUANTISED, open_checkpoint
 from moeinf.runtime.checkpoints.inventory import take_inventory

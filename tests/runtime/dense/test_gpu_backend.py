@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("triton", reason="Triton is built for Linux only")
 
-from moeinf.models import family_of
 from moeinf.models.base import Family, Linear, Model
+from moeinf.models.families import family_of
 from moeinf.models.layers.attention import GqaCore
 from moeinf.models.layers.decoder import Decoder
 from moeinf.models.layers.ffn import GatedMlp

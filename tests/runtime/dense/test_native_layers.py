@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeinf.models import FAMILIES, family_of
 from moeinf.models.base import Embedding, KvForm, Linear, MemoryTable, Phase, Piece
+from moeinf.models.families import FAMILIES, family_of
 from moeinf.models.layers.decoder import Block, Decoder, Layer
 from moeinf.models.layers.moe import Done
 from moeinf.runtime.dense.cpu_backend import CpuMath

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.shapes import shape, tensors_of
-from moeinf.models import family_of
+from moeinf.models.families import family_of
 from moeinf.native import gather_rows
 from moeinf.offload.format.layout import stored_bytes
 from moeinf.offload.format.quantise import dequantise, quantise

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from moeinf.models import Family, family_of
+from moeinf.models.base import Family
+from moeinf.models.families import family_of
 from moeinf.offload.format.layout import ExpertForms
 from moeinf.runtime.checkpoints import inventory as inventories
 from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint, Checkpoint, open_checkpoint

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moeinf.models import family_of
 from moeinf.models.base import Activation, Embedding, Experts, Linear, Model, Pending, Phase
+from moeinf.models.families import family_of
 from moeinf.models.layers import kv_q8
 from moeinf.models.layers.moe import Done, combine
 from moeinf.models.seq2seq.encoder_decoder import EncoderDecoder

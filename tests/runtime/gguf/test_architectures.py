@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moeinf.models import family_of
+from moeinf.models.families import family_of
 from moeinf.runtime.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from moeinf.runtime.checkpoints.inventory import take_inventory
 from moeinf.runtime.gguf.checkpoint import open_gguf

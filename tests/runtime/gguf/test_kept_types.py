@@ -13,7 +13,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
-from moeinf.models import family_of
+from moeinf.models.families import family_of
 from moeinf.offload.format.layout import ExpertForms, is_tiled
 from moeinf.offload.format.quantise import dequantise
 from moeinf.runtime.checkpoints.encode import encoded

@@ -11,7 +11,7 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 from safetensors.numpy import load_file as load
 
-from moeinf.models import family_of
+from moeinf.models.families import family_of
 from moeinf.runtime.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from moeinf.runtime.checkpoints.inventory import take_inventory
 from moeinf.runtime.config import EngineConfig, Settings

@@ -10,7 +10,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFReader
 
-from moeinf.models import family_of
+from moeinf.models.families import family_of
 from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint
 from moeinf.runtime.checkpoints.inventory import take_inventory
 from moeinf.runtime.config import Settings

@@ -10,7 +10,7 @@ from typing import NoReturn
 import pytest
 from huggingface_hub import constants
 
-from moeinf.models import FAMILIES
+from moeinf.models.families import FAMILIES
 from moeinf.runtime.config import Settings
 from moeinf.runtime.hub import listing, resolve
 from moeinf.runtime.hub.aliases import Entry, entry_of, licence_of, registry
@@ -45,8 +45,8 @@ def test_an_entrys_revision_is_what_a_pull_takes(
     olmoe = entry_of("olmoe")
     assert olmoe is not None
     monkeypatch.setattr(resolve, "entry_of", lambda _: replace(olmoe, revision="v2"))
-    monkeypatch.setattr(listing, "look_up_all", look_up)
-    monkeypatch.setattr(listing, "is_offline", lambda: False)
+    monkeypatch.setattr(resolve, "look_up_all", look_up)
+    monkeypatch.setattr(resolve, "is_offline", lambda: False)
     with pytest.raises(listing.RepositoryError):
         resolve.find_source("olmoe", None, Settings(tmp_path), ignore, asked)
     assert seen == [(olmoe.repo, taken)]

@@ -18,8 +18,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeinf.models import FAMILIES, ModelDataError, family_of
-from moeinf.models.base import Family
+from moeinf.models.base import Family, ModelDataError
+from moeinf.models.families import FAMILIES, family_of
 from moeinf.runtime.hub.aliases import Entry, registry
 from tests.fakes import DictParts
 

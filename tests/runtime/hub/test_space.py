@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from moeinf.models import family_of
+from moeinf.models.families import family_of
 from moeinf.runtime.checkpoints.checkpoint import open_checkpoint
 from moeinf.runtime.checkpoints.inventory import take_inventory
 from moeinf.runtime.library.library import DEMO_CHECKPOINT

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moeinf.models import family_of
 from moeinf.models.base import MoeShape
+from moeinf.models.families import family_of
 from moeinf.runtime.checkpoints.checkpoint import open_checkpoint
 from moeinf.runtime.checkpoints.inventory import take_inventory
 from moeinf.runtime.config import EngineConfig, Settings

@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 pytest.importorskip("triton", reason="Triton is built for Linux only")
 
 from benchmarks.shapes import shape
-from moeinf.models import family_of
 from moeinf.models.base import Embedding, KvForm, Linear
+from moeinf.models.families import family_of
 from moeinf.models.layers.decoder import Decoder
 from moeinf.models.layers.kv_cache import KvCache, Span
 from moeinf.models.layers.moe import TorchMath

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from moeinf.models import family_of
+from moeinf.models.families import family_of
 from moeinf.models.layers import kv_q8
 from moeinf.native import PAGE_BYTES
 from moeinf.offload.format.row_table import RowTable, is_intact, table_path

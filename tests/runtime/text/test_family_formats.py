@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from moeinf.models import FAMILIES
+from moeinf.models.families import FAMILIES
 from moeinf.runtime.text.offered_tools import Call
 from moeinf.runtime.text.tool_calls import knows_tools
 from tests.runtime.text.family_formats import FORMATS

@@ -15,7 +15,6 @@ import pytest
 from numpy.typing import NDArray
 from pydantic import BaseModel
 
-from moeinf.api import Model
 from moeinf.cli.chat.local import LocalPartner, Opener
 from moeinf.runtime.config import EngineConfig, read_environment
 from moeinf.runtime.generation import scheduler
@@ -96,7 +95,7 @@ def test_schemas_and_forced_calls(client: openai.OpenAI, chatml: str) -> None:
 def test_the_command_line(open_engine: Any) -> None:
     engine = open_engine()
     opener = Opener(EngineConfig(), read_environment())
-    partner = LocalPartner(Model.around(engine), opener)
+    partner = LocalPartner(engine, opener)
     partner.form = SCHEMA
     pieces = partner.say("json", SamplingOptions(), Limits(), lambda: False)
     check("".join(text for _, text in pieces))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moeinf.models import family_of
+from moeinf.models.families import family_of
 from moeinf.runtime.checkpoints.checkpoint import CONFIG, open_checkpoint, read_json
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine.engine import Engine

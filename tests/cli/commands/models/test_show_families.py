@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from moeinf.cli.commands.models.show import show
-from moeinf.models import FAMILIES
+from moeinf.models.families import FAMILIES
 from moeinf.runtime.config import Settings
 from moeinf.runtime.sizes import format_bytes
 from scripts.make_checkpoint import byte_tokenizer

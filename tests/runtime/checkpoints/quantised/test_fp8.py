@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from moeinf.models import family_of
+from moeinf.models.families import family_of
 from moeinf.runtime.checkpoints.checkpoint import (
     BadCheckpoint,
     SourceTensor,

@@ -18,7 +18,8 @@ from moeinf.runtime.checkpoints.checkpoint import Recipe, SourceTensor
 from moeinf.runtime.checkpoints.encode import encoded
 from moeinf.runtime.checkpoints.finite import NotFiniteWeights, WeightCheck
 from moeinf.runtime.checkpoints.quantised.fused_experts import nibbles, widen_blocks
-from moeinf.runtime.checkpoints.quantised.ggml import TYPES, bits_of, dtype_of, keeps, widen
+from moeinf.runtime.checkpoints.quantised.ggml import TYPES, bits_of, dtype_of, keeps
+from moeinf.runtime.checkpoints.quantised.ggml_rows import widen
 
 FORMS = {"Q4_0": "Q4", "Q8_0": "Q8", "MXFP4": "MXFP4"}
 QUANTISED = sorted({about.name for about in TYPES.values()} - {"F32", "F16", "BF16", "I32"})

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from moeinf.models import family_of
+from moeinf.models.families import family_of
 from moeinf.offload.format.quantise import dequantise, quantise
 from moeinf.runtime.checkpoints.checkpoint import QUANTISED, BadCheckpoint, open_checkpoint
 from moeinf.runtime.checkpoints.encode import encoded
@@ -109,7 +109,7 @@ def test_its_own_tag_is_the_default_offline(
     (cache / "models--Org--Small/refs").mkdir()
     (cache / "models--Org--Small/refs/main").write_text("0" * 40)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
-    monkeypatch.setattr("moeinf.runtime.hub.listing.is_offline", lambda: True)
+    monkeypatch.setattr("moeinf.runtime.hub.resolve.is_offline", lambda: True)
     settings = Settings(tmp_path / "home")
     for asked, tag in (("Org/Small", "nvfp4"), ("Org/Small:q8", "q8")):
         for name in (None, "y"):

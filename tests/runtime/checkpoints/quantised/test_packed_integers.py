@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from moeinf.models import family_of
+from moeinf.models.families import family_of
 from moeinf.models.quantisation import UnsupportedQuantisation
 from moeinf.offload.format.quantise import dequantise
 from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint, open_checkpoint

@@ -9,8 +9,8 @@ import pytest
 import torch
 from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, MODEL_TENSOR, MODEL_TENSORS, TENSOR_NAMES, GGUFReader
 
-from moeinf.models import family_of
 from moeinf.models.config import Fields
+from moeinf.models.families import family_of
 from moeinf.models.layers.rope import attention_factor, inverse_frequencies, parse_rope
 from moeinf.runtime.gguf.checkpoint import open_gguf
 from moeinf.runtime.gguf.writing.architectures import written

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from gguf import GGUFReader
 
-from moeinf.models import family_of
+from moeinf.models.families import family_of
 from moeinf.runtime.checkpoints.checkpoint import open_checkpoint
 from moeinf.runtime.gguf.checkpoint import open_gguf
 from moeinf.runtime.library.library import DEMO_CHECKPOINT

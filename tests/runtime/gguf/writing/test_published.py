@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moeinf.models import family_of
+from moeinf.models.families import family_of
 from moeinf.runtime.checkpoints.inventory import WantedParts
 from moeinf.runtime.gguf.writing.architectures import written
 from moeinf.runtime.gguf.writing.names import places

@@ -13,8 +13,9 @@ import pyarrow.parquet
 import pytest
 from huggingface_hub import constants
 
-from moeinf.runtime.jobs.datasets import BadDataset, Item, NoSuchDataset, Wanted, load_items
 from moeinf.runtime.jobs.datasets.hub import DatasetUnavailable
+from moeinf.runtime.jobs.datasets.items import BadDataset, Item, NoSuchDataset, Wanted
+from moeinf.runtime.jobs.datasets.table import load_items
 from moeinf.runtime.library.library import DEMO_CHECKPOINT
 from tests.conftest import ignore
 from tests.hub_server import Hub, serve

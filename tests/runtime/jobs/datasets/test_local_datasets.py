@@ -12,8 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moeinf.runtime.jobs.datasets import BadDataset, Item, NoSuchDataset, Wanted, load_items
+from moeinf.runtime.jobs.datasets.items import BadDataset, Item, NoSuchDataset, Wanted
 from moeinf.runtime.jobs.datasets.rows import parquet_rows
+from moeinf.runtime.jobs.datasets.table import load_items
 from moeinf.runtime.library.library import DEMO_CHECKPOINT
 from tests.conftest import ignore
 

@@ -111,7 +111,7 @@ def test_whatever_a_pull_raises_is_told(
     def raise_it(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr("moeinf.runtime.library.repacking.repack.repack", raise_it)
+    monkeypatch.setattr("moeinf.server.api.library.pull_api.repack", raise_it)
     body = {"model": "demo"}
     whole = httpx.post(f"{address}/api/pull", json={**body, "stream": False}, timeout=60)
     assert whole.status_code == 500
