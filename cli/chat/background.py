@@ -23,6 +23,7 @@ from moeinf.cli.chat.client import Client, ServerError
 from moeinf.cli.output import Output
 from moeinf.errors import problem
 from moeinf.runtime.config import ServerSettings, Settings
+from moeinf.runtime.files.atomic import make_folder_durably
 from moeinf.runtime.library.processes import Registry
 from moeinf.runtime.server_log import last_lines, open_log
 from moeinf.runtime.system import check_locks, lock
@@ -136,7 +137,7 @@ def _wait(process: subprocess.Popen[bytes], settings: Settings, server: ServerSe
 def _only_starter(settings: Settings) -> Iterator[None]:
     """Hold the lock of the one process that may start a server in this home. Raises OSError."""
     check_locks()
-    settings.run.mkdir(parents=True, exist_ok=True)
+    make_folder_durably(settings.run)
     flags = os.O_RDWR | os.O_CREAT
     descriptor = os.open(settings.run / ".starting", flags, 0o600)
     try:

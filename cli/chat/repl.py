@@ -21,6 +21,7 @@ from moeinf.cli.errors import tell
 from moeinf.cli.output import Output
 from moeinf.errors import problem
 from moeinf.runtime.config import Settings
+from moeinf.runtime.files.atomic import make_folder_durably
 from moeinf.runtime.files.regular import open_regular
 from moeinf.runtime.requests import Limits, SamplingOptions
 
@@ -142,7 +143,7 @@ class Repl:
             return InMemoryHistory()
         path = self._settings.history
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder_durably(path.parent)
             os.close(open_regular(path, os.O_RDWR | os.O_CREAT))
             path.chmod(0o600)
         except OSError as error:

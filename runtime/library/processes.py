@@ -21,6 +21,7 @@ import msgspec
 from msgspec import Struct
 
 from moeinf.errors import Failure
+from moeinf.runtime.files.atomic import make_folder_durably
 from moeinf.runtime.files.regular import read_regular
 from moeinf.runtime.library.process_entries import Entry, figures_path, live_entries, started_ticks
 from moeinf.runtime.system import check_locks, has_locks, lock, open_process
@@ -149,7 +150,9 @@ class Registration:
         target = figures_path(entry.path)
         partial = target.with_suffix(".partial")
         with suppress(OSError):
-            partial.write_bytes(msgspec.json.encode(figures))
+            with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
+                file.truncate(0)
+                file.write(msgspec.json.encode(figures))
             partial.replace(target)
 
     def close(self) -> None:
@@ -287,7 +290,7 @@ class Registry:
     @contextmanager
     def _locked(self) -> Iterator[None]:
         check_locks()
-        self._folder.mkdir(parents=True, exist_ok=True)
+        make_folder_durably(self._folder)
         descriptor = os.open(self._folder / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             lock(descriptor)
