@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
+from pathlib import Path
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.application import get_app
@@ -27,6 +29,24 @@ from moeinf.runtime.requests import Limits, SamplingOptions
 
 _FENCE = '"""'
 _PLACEHOLDER = HTML("<ansibrightblack>Send a message (/? for help)</ansibrightblack>")
+
+
+class KeptHistory(FileHistory):
+    """The typed lines in a file. Where it cannot be written, one note tells it. tell: a note."""
+
+    def __init__(self, path: Path, tell: Callable[[str], None]) -> None:
+        self._path, self._tell, self._fails = path, tell, False
+        super().__init__(str(path))
+
+    def store_string(self, string: str) -> None:
+        """Append a line, unless an earlier one could not be written."""
+        if self._fails:
+            return
+        try:
+            super().store_string(string)
+        except OSError as error:
+            self._fails = True
+            self._tell(f"{self._path}: {problem(error)}: what you type is not kept")
 
 
 class Repl:
@@ -149,4 +169,4 @@ class Repl:
         except OSError as error:
             self._out.note(f"{path} cannot be used ({problem(error)}): what you type is not kept")
             return InMemoryHistory()
-        return FileHistory(str(path))
+        return KeptHistory(path, self._out.note)

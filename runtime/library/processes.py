@@ -29,7 +29,9 @@ from moeinf.runtime.system import check_locks, has_locks, lock, open_process
 _FIGURES_EVERY_S = 1.0
 _MOST_FIGURES_BYTES = 65536
 _ENGINE, _SERVER = ".json", ".server"  # suffixes of their entries
-_UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
+_UNWRITABLE = (
+    errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.EIO
+)  # fmt: skip
 
 
 class NotStopped(Failure, RuntimeError):
@@ -177,7 +179,7 @@ class Registry:
 
         `peak_bytes` gets the bytes that other engines are promised but do not hold yet. It returns
         the peak of this process in bytes, or None if the model was removed. In that case this
-        method also returns None. If the home is not writable, no entry is written, and the
+        method also returns None. If the home is not writable or full, no entry is written, and the
         registration is not `seen`. reads: see LiveEngine.
         """
         with ExitStack() as locked:
@@ -191,7 +193,12 @@ class Registry:
             if peak is None:
                 return None
             about = _EngineEntry(os.getpid(), model, peak, started_ticks(os.getpid()), reads)
-            return Registration(Entry(self._folder, _ENGINE, about))
+            try:
+                return Registration(Entry(self._folder, _ENGINE, about))
+            except OSError as error:
+                if error.errno not in _UNWRITABLE:
+                    raise
+                return Registration(None)
 
     def register_server(self, address: str) -> Entry:
         """Enter this process as the server that listens at `address`. Raises OSError."""
