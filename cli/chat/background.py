@@ -119,10 +119,13 @@ def _wait(process: subprocess.Popen[bytes], settings: Settings, server: ServerSe
     try:
         while process.poll() is None and time.monotonic() < deadline:
             listens = any(one.pid == process.pid for one in registry.servers())
-            answers = listens and _answers(server, deadline - time.monotonic())
+            status = _status(server, deadline - time.monotonic()) if listens else None
+            answers = status == http.client.OK
             if answers:
                 threading.Thread(target=process.wait, daemon=True).start()  # no zombie is left
                 return ""
+            if status is not None:  # such as no thread for an answer
+                return f"the server answers with status {status} as it started"
             time.sleep(_LOOK_EVERY_S)
         if process.returncode is None:
             return f"the server did not start within {_START_S:.0f} s"
@@ -157,14 +160,14 @@ def _listens(server: ServerSettings) -> bool:
     return True
 
 
-def _answers(server: ServerSettings, seconds: float) -> bool:
-    """Return True once the server answers a request; False if it does not in time."""
+def _status(server: ServerSettings, seconds: float) -> int | None:
+    """Return the status of an answer of the server; None if there is none in time."""
     connection = http.client.HTTPConnection(server.host, server.port, timeout=max(seconds, 0.1))
     try:
         connection.request("GET", "/")
-        return connection.getresponse().status == http.client.OK
+        return connection.getresponse().status
     except (OSError, http.client.HTTPException):
-        return False
+        return None
     finally:
         connection.close()
 
