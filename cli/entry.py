@@ -16,6 +16,8 @@ from types import FrameType
 from typing import NoReturn
 
 from moeinf.cli.leave import INTERRUPTED, leave, leave_imports
+from moeinf.errors import as_moeinf
+from moeinf.errors.limits import lacks_memory
 
 _AGAIN_S = 0.01
 
@@ -44,6 +46,11 @@ def main() -> NoReturn:
         if ours:
             signal.signal(signal.SIGINT, _interrupt)
         code = answer(sys.argv[1:])
+    except (MemoryError, ImportError) as error:  # nothing more can be loaded, not even to tell it
+        if not lacks_memory(error):
+            raise
+        _tell(error)
+        os._exit(1)
     except KeyboardInterrupt:  # outside `answer`, which catches all others
         code = INTERRUPTED
     if ours:
@@ -51,6 +58,13 @@ def main() -> NoReturn:
         # A late Ctrl-C must not replace the exit code while the functions of atexit run.
         atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
     _finish(code)
+
+
+def _tell(error: BaseException) -> None:
+    """Print an error with what is loaded."""
+    told = as_moeinf(error)
+    with suppress(OSError):
+        os.write(2, f"Error: {told}\nTry: {told.hint}\n".encode())
 
 
 def _finish(code: int) -> NoReturn:

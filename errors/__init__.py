@@ -7,10 +7,11 @@
     ├── NotFound         nothing has the name that was given        exit 1, HTTP 404
     ├── Conflict         another process or model is in the way     exit 1, HTTP 409
     ├── Unavailable      memory, a device or a server is missing    exit 1, HTTP 503
+    │   ├── OutOfMemory, OutOfThreads
     └── Failure          a read, a computation or this program      exit 1, HTTP 500
 
-A leaf is defined next to the code that raises it. docs/errors.md lists all of them. This module
-imports no other module of moeinf. cli/errors.py and server/api/answers.py show the errors.
+A leaf is defined next to the code that raises it. docs/errors.md lists all of them. This package
+imports no other of moeinf. cli/errors.py and server/api/answers.py show the errors.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from __future__ import annotations
 import errno
 import os
 import re
+
+from moeinf.errors.limits import lacks_memory, lacks_threads, memory_limit, thread_limit
 
 
 class MoeinfError(Exception):
@@ -87,6 +90,13 @@ class OutOfMemory(Unavailable, MemoryError):
     hint = "less --memory, or a smaller --ctx"
 
 
+class OutOfThreads(Unavailable):
+    """The system starts no more threads or processes for this user."""
+
+    code = "out_of_threads"
+    hint = "the same command after you end other programs"
+
+
 class FileError(Failure, OSError):
     """The operating system cannot read or write a file."""
 
@@ -125,11 +135,28 @@ def as_moeinf(error: BaseException) -> MoeinfError:
     """Return the error in the tree: itself, the match of a builtin, or InternalError."""
     if isinstance(error, MoeinfError):
         return error
-    if isinstance(error, MemoryError):
-        return OutOfMemory(f"not enough memory: {error}" if str(error) else "not enough memory")
+    if lacks_memory(error):
+        return _out_of_memory(error)
+    if lacks_threads(error):
+        return _out_of_threads()
     if isinstance(error, OSError):
         return _file_error(error)
     return InternalError(f"this is a bug in moeinf: {type(error).__name__}: {error}")
+
+
+def _out_of_memory(error: BaseException) -> OutOfMemory:
+    own = isinstance(error, MemoryError) and str(error) not in ("", "std::bad_alloc")
+    found = OutOfMemory(f"not enough memory{memory_limit()}{f': {error}' if own else ''}")
+    if memory_limit():
+        found.hint = "`ulimit -v unlimited`, then the same command"
+    return found
+
+
+def _out_of_threads() -> OutOfThreads:
+    found = OutOfThreads(f"the system starts no more threads or processes{thread_limit()}")
+    if thread_limit():
+        found.hint = "`ulimit -u 4096`, then the same command, or end other programs"
+    return found
 
 
 def reason(error: BaseException) -> str:

@@ -22,7 +22,8 @@ def note_bug(settings: Settings, error: BaseException) -> Path | None:
     text = visible("".join(traceback.format_exception(error)))
     path = settings.logs / "moeinf.log"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for folder in (settings.home, settings.logs):
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if path.exists() and path.stat().st_size > _MOST_BYTES:
             path.replace(path.with_name("moeinf.log.1"))
         descriptor = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)

@@ -10,6 +10,7 @@ import stat
 from contextlib import suppress
 
 from moeinf.runtime.config import Settings
+from moeinf.runtime.files.atomic import make_folder_durably
 from moeinf.runtime.files.regular import open_regular
 from moeinf.runtime.system import NO_FOLLOW
 
@@ -20,7 +21,7 @@ _LAST_LINES = 3
 
 def open_log(settings: Settings) -> int:
     """Return a descriptor that appends to the log. Raises OSError."""
-    settings.logs.mkdir(parents=True, exist_ok=True, mode=0o700)
+    make_folder_durably(settings.logs)
     descriptor = open_regular(
         settings.logs / "server.log", os.O_RDWR | os.O_APPEND | os.O_CREAT | NO_FOLLOW
     )

@@ -23,6 +23,7 @@ from moeinf.cli.chat.client import Client, ServerError
 from moeinf.cli.output import Output
 from moeinf.errors import problem
 from moeinf.runtime.config import ServerSettings, Settings
+from moeinf.runtime.files.atomic import make_folder_durably
 from moeinf.runtime.library.processes import Registry
 from moeinf.runtime.server_log import last_lines, open_log
 from moeinf.runtime.system import check_locks, lock
@@ -118,10 +119,13 @@ def _wait(process: subprocess.Popen[bytes], settings: Settings, server: ServerSe
     try:
         while process.poll() is None and time.monotonic() < deadline:
             listens = any(one.pid == process.pid for one in registry.servers())
-            answers = listens and _answers(server, deadline - time.monotonic())
+            status = _status(server, deadline - time.monotonic()) if listens else None
+            answers = status == http.client.OK
             if answers:
                 threading.Thread(target=process.wait, daemon=True).start()  # no zombie is left
                 return ""
+            if status is not None:  # such as no thread for an answer
+                return f"the server answers with status {status} as it started"
             time.sleep(_LOOK_EVERY_S)
         if process.returncode is None:
             return f"the server did not start within {_START_S:.0f} s"
@@ -136,7 +140,7 @@ def _wait(process: subprocess.Popen[bytes], settings: Settings, server: ServerSe
 def _only_starter(settings: Settings) -> Iterator[None]:
     """Hold the lock of the one process that may start a server in this home. Raises OSError."""
     check_locks()
-    settings.run.mkdir(parents=True, exist_ok=True)
+    make_folder_durably(settings.run)
     flags = os.O_RDWR | os.O_CREAT
     descriptor = os.open(settings.run / ".starting", flags, 0o600)
     try:
@@ -156,14 +160,14 @@ def _listens(server: ServerSettings) -> bool:
     return True
 
 
-def _answers(server: ServerSettings, seconds: float) -> bool:
-    """Return True once the server answers a request; False if it does not in time."""
+def _status(server: ServerSettings, seconds: float) -> int | None:
+    """Return the status of an answer of the server; None if there is none in time."""
     connection = http.client.HTTPConnection(server.host, server.port, timeout=max(seconds, 0.1))
     try:
         connection.request("GET", "/")
-        return connection.getresponse().status == http.client.OK
+        return connection.getresponse().status
     except (OSError, http.client.HTTPException):
-        return False
+        return None
     finally:
         connection.close()
 

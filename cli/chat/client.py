@@ -3,9 +3,10 @@
 A blocking read cannot notice Ctrl-C, so a separate thread reads. When the caller leaves an answer,
 its connection is closed, and the server stops the answer.
 
-MOEINF_API_KEY is sent to a proved listener only. A listener is proved when a live process has
-entered the address in $MOEINF_HOME/run and still holds the lock of that entry. This is checked
-before each request. A server that the user trusts needs no proof.
+Where MOEINF_API_KEY is set, the key and all requests but two go to a proved listener only. A
+listener is proved when a live process has entered the address in $MOEINF_HOME/run and still holds
+the lock of that entry. This is checked before each request. A server that the user trusts needs no
+proof.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from moeinf.runtime.sampling.schema_limits import BadFormat
 _GOODBYE_SECONDS = 1.0
 _MOST_LINE_BYTES = 16 << 20
 _LOOK_EVERY_S = 0.05  # between two checks for Ctrl-C
+UNPROVED = "unproved"  # ServerError.said: the key is set, and the listener may be a stranger's
+_OPEN = ("/", "/api/version")  # they tell a stranger nothing
 _ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104  # any address -> loopback
 
 
@@ -84,6 +87,11 @@ class Client:
         if self.registry is None or self.address is None:
             return False
         return any(server.address == self.address for server in self.registry.servers())
+
+    @property
+    def unproved(self) -> bool:
+        """True if a key is set for servers of this home, and this may not be one of them."""
+        return bool(self.api_key) and not (self.trusted or self.proved)
 
     def __str__(self) -> str:
         return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
@@ -176,7 +184,10 @@ class Client:
     ) -> http.client.HTTPResponse:
         """Send a request and return its response. Raises ServerError, OSError, HTTPException."""
         headers = {"Content-Type": "application/json"}
-        if self.api_key and (self.trusted or self.proved):
+        if self.unproved:
+            if path not in _OPEN:
+                raise _unproved(self)
+        elif self.api_key:
             headers["Authorization"] = f"Bearer {self.api_key}"
         connection.request(method, path, None if body is None else json.dumps(body), headers)
         response = connection.getresponse()
@@ -189,6 +200,16 @@ def serving(registry: Registry, model: str) -> list[LiveServer]:
     """Return the servers that have an engine of the model."""
     pids = {engine.pid for engine in registry.engines() if engine.model == model}
     return [server for server in registry.servers() if server.pid in pids]
+
+
+def _unproved(client: Client) -> ServerError:
+    error = ServerError(
+        f"the server at {client} is not one of this home, and gets no MOEINF_API_KEY and no "
+        "prompt unless --server is given",
+        UNPROVED,
+    )
+    error.hint = "--server, if you trust that server"
+    return error
 
 
 def _names_of(host: str) -> tuple[str, ...]:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
+from pathlib import Path
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.application import get_app
@@ -21,11 +23,30 @@ from moeinf.cli.errors import tell
 from moeinf.cli.output import Output
 from moeinf.errors import problem
 from moeinf.runtime.config import Settings
+from moeinf.runtime.files.atomic import make_folder_durably
 from moeinf.runtime.files.regular import open_regular
 from moeinf.runtime.requests import Limits, SamplingOptions
 
 _FENCE = '"""'
 _PLACEHOLDER = HTML("<ansibrightblack>Send a message (/? for help)</ansibrightblack>")
+
+
+class KeptHistory(FileHistory):
+    """The typed lines in a file. Where it cannot be written, one note tells it. tell: a note."""
+
+    def __init__(self, path: Path, tell: Callable[[str], None]) -> None:
+        self._path, self._tell, self._fails = path, tell, False
+        super().__init__(str(path))
+
+    def store_string(self, string: str) -> None:
+        """Append a line, unless an earlier one could not be written."""
+        if self._fails:
+            return
+        try:
+            super().store_string(string)
+        except OSError as error:
+            self._fails = True
+            self._tell(f"{self._path}: {problem(error)}: what you type is not kept")
 
 
 class Repl:
@@ -142,10 +163,10 @@ class Repl:
             return InMemoryHistory()
         path = self._settings.history
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder_durably(path.parent)
             os.close(open_regular(path, os.O_RDWR | os.O_CREAT))
             path.chmod(0o600)
         except OSError as error:
             self._out.note(f"{path} cannot be used ({problem(error)}): what you type is not kept")
             return InMemoryHistory()
-        return FileHistory(str(path))
+        return KeptHistory(path, self._out.note)

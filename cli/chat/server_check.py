@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from moeinf.cli.chat.client import Client, ServerError
+from moeinf.cli.chat.client import UNPROVED, Client, ServerError
 from moeinf.runtime.library.library import NoSuchModel
 from moeinf.runtime.names import BadName, parse_name
 from moeinf.runtime.version import version
@@ -80,11 +80,8 @@ class _Look:
         except ServerError as error:
             if error.said in _ABSENT:
                 return Found()
-            if error.status == 401 and client.api_key and not (client.trusted or client.proved):
-                return Found(
-                    reason=f"the server at {client} is not one of this home, and does not get "
-                    "MOEINF_API_KEY unless --server is given"
-                )
+            if error.said == UNPROVED:
+                return Found(reason=str(error))
             raise
         capabilities = about.get("capabilities") or ()
         try:

@@ -100,15 +100,15 @@ def launch(
 def _served(server: Client, model: str, out: Output) -> str:
     """Return the name of a model that the server answers with. Raises ServerError."""
     found = look(server, model)
+    if server.unproved and not found.silent:
+        error = ServerError(f"the server at {server} is not one of this home, and gets no {KEY}")
+        error.hint = "the same with --print, if you trust it"
+        raise error
     if found.about is None:
         error = ServerError(found.reason or f"the server at {server} does not serve {model}")
         error.hint = "`moeinf serve`, in another terminal"
         if not found.reason:
             error.hint = f"`moeinf pull {model}`, or another model of `moeinf list`"
-        raise error
-    if server.api_key and not (server.trusted or server.proved):
-        error = ServerError(f"the server at {server} is not one of this home, and gets no {KEY}")
-        error.hint = "the same with --print, if you trust it"
         raise error
     name = str(found.about["model"])
     if "tools" not in (found.about.get("capabilities") or ()):

@@ -12,7 +12,7 @@ from pathlib import Path
 from moeinf.offload.routing.recording_file import recording_to_bytes
 from moeinf.offload.routing.trace import Recording
 from moeinf.runtime.config import Settings
-from moeinf.runtime.files.atomic import write_bytes_durably
+from moeinf.runtime.files.atomic import make_folder_durably, write_bytes_durably
 from moeinf.runtime.names import ModelName
 
 MOST_IDS = 1 << 20  # T·L·K: 2,700 tokens of Qwen3-30B-A3B, which replay in some minutes
@@ -47,5 +47,5 @@ def keep(recording: Recording, path: Path) -> None:
     kept = replace(recording, passes=list(recording.passes), labels=dict(recording.labels))
     drop_oldest(kept)
     kept.passes = [replace(done, weights=None, hints=None) for done in kept.passes]
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    make_folder_durably(path.parent)
     write_bytes_durably(path, recording_to_bytes(kept), mode=0o600)

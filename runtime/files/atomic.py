@@ -6,6 +6,7 @@ The order is: temporary name → fsync → rename → fsync of the folder.
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -47,6 +48,7 @@ def replaced(path: Path, mode: int = 0o644) -> Iterator[int]:
         raise
     try:
         os.ftruncate(descriptor, 0)
+        _narrow(descriptor, mode)
         yield descriptor
         os.fsync(descriptor)
         partial.replace(path)
@@ -56,6 +58,13 @@ def replaced(path: Path, mode: int = 0o644) -> Iterator[int]:
     finally:
         os.close(descriptor)
     sync_folder(path.parent)
+
+
+def _narrow(descriptor: int, mode: int) -> None:
+    """Take the rights that `mode` has not from a file that another writer left."""
+    now = stat.S_IMODE(os.fstat(descriptor).st_mode)
+    if now & ~mode and hasattr(os, "fchmod"):
+        os.fchmod(descriptor, now & mode)
 
 
 def _open_locked(path: Path, mode: int) -> int:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from moeinf.runtime.files.atomic import write_bytes_durably
+from moeinf.runtime.files.atomic import make_folder_durably, write_bytes_durably
 from moeinf.runtime.files.regular import read_regular
 
 T = TypeVar("T")
@@ -42,6 +42,6 @@ def entry_of(entries: Mapping[str, Any], name: str, kind: type[T]) -> T | None:
 def write_entries(path: Path, entries: Mapping[str, Any]) -> None:
     """Replace the file, with mode 0600. A failure to write is ignored."""
     with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_folder_durably(path.parent)
         text = msgspec.json.format(msgspec.json.encode(entries), indent=1)
         write_bytes_durably(path, text, mode=0o600)

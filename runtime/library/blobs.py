@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO
 
 from moeinf.errors import DiskFull, NotFound
-from moeinf.runtime.files.atomic import sync_folder
+from moeinf.runtime.files.atomic import make_folder_durably, sync_folder
 from moeinf.runtime.invalid import InvalidValue
 from moeinf.runtime.library.clone import link_file
 from moeinf.runtime.sizes import format_bytes
@@ -60,7 +60,7 @@ class Blobs:
         """Begin an upload; size_bytes: 0 if it is not known. Raises InvalidValue, DiskFull."""
         path = self._path(digest)
         self.remove_expired()
-        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_folder_durably(self._folder)
         check_room(self._folder, size_bytes)
         return Upload(path)
 

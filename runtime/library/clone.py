@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from moeinf.errors import Conflict
 from moeinf.offload.format.drives import link_like, places, remove_folder
 from moeinf.runtime.config import Settings
-from moeinf.runtime.files.atomic import sync_filesystem
+from moeinf.runtime.files.atomic import make_folder_durably, sync_filesystem
 from moeinf.runtime.library.library import Library, NoSuchModel
 from moeinf.runtime.library.manifest import Manifest, read_manifest, write_manifest
 from moeinf.runtime.library.staging import JOURNAL, discard, only_maker, partial_folder
@@ -93,7 +93,7 @@ def _copy_state(origin: Path, target: Path) -> None:
     shutil.rmtree(target, ignore_errors=True)
     for file in origin.iterdir() if origin.is_dir() else ():
         if file.is_file():
-            target.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_folder_durably(target)
             shutil.copy2(file, target / file.name)
 
 

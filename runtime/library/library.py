@@ -14,7 +14,7 @@ from pathlib import Path
 from moeinf.errors import Conflict, NotFound, reason
 from moeinf.offload.format.drives import check_drives, remove_folder
 from moeinf.runtime.config import Settings
-from moeinf.runtime.files.atomic import sync_folder
+from moeinf.runtime.files.atomic import make_folder_durably, sync_folder
 from moeinf.runtime.library.manifest import (
     MANIFEST,
     DamagedModel,
@@ -262,7 +262,7 @@ class Library:
         """Record that a model is in use now. Write errors are ignored."""
         state = self._settings.state_of(name)
         with suppress(OSError):
-            state.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_folder_durably(state)
             (state / _LAST_USED).touch(mode=0o600)
             os.utime(
                 state / _LAST_USED, ns=(time.time_ns(),) * 2

@@ -280,7 +280,8 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         if not about[name]:
             del about[name]
     text = msgspec.json.format(msgspec.json.encode(about), indent=1)
-    write_bytes_durably(folder / MANIFEST, text + b"\n")
+    private = manifest.defaults is not None  # a Modelfile's SYSTEM and MESSAGE
+    write_bytes_durably(folder / MANIFEST, text + b"\n", 0o600 if private else 0o644)
 
 
 def read_manifest(folder: Path) -> Manifest:

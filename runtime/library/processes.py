@@ -21,6 +21,7 @@ import msgspec
 from msgspec import Struct
 
 from moeinf.errors import Failure
+from moeinf.runtime.files.atomic import make_folder_durably
 from moeinf.runtime.files.regular import read_regular
 from moeinf.runtime.library.process_entries import Entry, figures_path, live_entries, started_ticks
 from moeinf.runtime.system import check_locks, has_locks, lock, open_process
@@ -28,7 +29,9 @@ from moeinf.runtime.system import check_locks, has_locks, lock, open_process
 _FIGURES_EVERY_S = 1.0
 _MOST_FIGURES_BYTES = 65536
 _ENGINE, _SERVER = ".json", ".server"  # suffixes of their entries
-_UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
+_UNWRITABLE = (
+    errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.EIO
+)  # fmt: skip
 
 
 class NotStopped(Failure, RuntimeError):
@@ -149,7 +152,9 @@ class Registration:
         target = figures_path(entry.path)
         partial = target.with_suffix(".partial")
         with suppress(OSError):
-            partial.write_bytes(msgspec.json.encode(figures))
+            with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
+                file.truncate(0)
+                file.write(msgspec.json.encode(figures))
             partial.replace(target)
 
     def close(self) -> None:
@@ -174,7 +179,7 @@ class Registry:
 
         `peak_bytes` gets the bytes that other engines are promised but do not hold yet. It returns
         the peak of this process in bytes, or None if the model was removed. In that case this
-        method also returns None. If the home is not writable, no entry is written, and the
+        method also returns None. If the home is not writable or full, no entry is written, and the
         registration is not `seen`. reads: see LiveEngine.
         """
         with ExitStack() as locked:
@@ -188,7 +193,12 @@ class Registry:
             if peak is None:
                 return None
             about = _EngineEntry(os.getpid(), model, peak, started_ticks(os.getpid()), reads)
-            return Registration(Entry(self._folder, _ENGINE, about))
+            try:
+                return Registration(Entry(self._folder, _ENGINE, about))
+            except OSError as error:
+                if error.errno not in _UNWRITABLE:
+                    raise
+                return Registration(None)
 
     def register_server(self, address: str) -> Entry:
         """Enter this process as the server that listens at `address`. Raises OSError."""
@@ -287,7 +297,7 @@ class Registry:
     @contextmanager
     def _locked(self) -> Iterator[None]:
         check_locks()
-        self._folder.mkdir(parents=True, exist_ok=True)
+        make_folder_durably(self._folder)
         descriptor = os.open(self._folder / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             lock(descriptor)

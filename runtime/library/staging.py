@@ -35,7 +35,7 @@ from moeinf.offload.format.drives import (
     remove_folder,
 )
 from moeinf.offload.format.shards import FileRecord
-from moeinf.runtime.files.atomic import sync_filesystem, write_all
+from moeinf.runtime.files.atomic import make_folder_durably, sync_filesystem, write_all
 from moeinf.runtime.files.regular import open_regular, read_regular
 from moeinf.runtime.system import check_locks, lock
 
@@ -282,7 +282,7 @@ def only_maker(target: Path, locks: Path, *, wait: bool = False) -> Iterator[Non
     If another process holds it, wait with `wait`, else raise PullInProgress.
     """
     check_locks()
-    locks.mkdir(parents=True, exist_ok=True)
+    make_folder_durably(locks)
     path = locks / f"pull-{target.parent.name}-{target.name}.lock"
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
     try:

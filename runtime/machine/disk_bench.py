@@ -22,7 +22,7 @@ from typing import Annotated, TypeVar
 from msgspec import Meta
 
 from moeinf.native import MAX_READERS, PAGE_BYTES, SlotPool
-from moeinf.runtime.files.atomic import write_all
+from moeinf.runtime.files.atomic import make_folder_durably, write_all
 from moeinf.runtime.files.regular import open_regular
 from moeinf.runtime.system import drop_cached, read_at
 
@@ -256,7 +256,8 @@ def written_files(
         pieces = []
         places = [folders] if isinstance(folders, Path) else folders
         for folder in places:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder_durably(folder.parent)  # the home; models may be for other users, too
+            folder.mkdir(exist_ok=True)
         for number in range(count):
             path = places[number % len(places)] / f".devices-{os.getpid()}-{number}.partial"
             made.callback(path.unlink, missing_ok=True)

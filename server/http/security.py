@@ -3,17 +3,17 @@
 This is a pure ASGI layer, so that streams pass through unchanged.
 
 A web page in a user's browser must not reach this server. A request with an Origin that is not
-allowed is refused. So is a request whose Host is a public name, since an attacker may point it at
-this address (DNS rebinding). Accepted are IP addresses, names of this machine, names that cannot be
-registered publicly, and the hosts of allowed origins. A server that other machines can reach also
-answers to names without a dot, such as the name of its container. At an IP address the server's own
-page may ask, too: an address cannot be rebound.
+allowed is refused. So is one that a browser sends for a page of another site without an Origin, as
+for a picture. So is a request whose Host is a public name, since an attacker may point it at
+this address (DNS rebinding). Accepted are IP addresses, names of this machine, names that no other
+machine of the network can take, and the hosts of allowed origins. A server that other machines can
+reach also answers to names without a dot, such as the name of its container. At an IP address the
+server's own page may ask, too: an address cannot be rebound.
 """
 
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import socket
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 from moeinf.errors import MoeinfError
 from moeinf.runtime.config import ServerSettings
 from moeinf.server.http import bodies
+from moeinf.server.http.hosts import host_of, is_address, origin_of
 from moeinf.server.http.json_text import dump
 from moeinf.server.http.refusals import (
     BodyTooLong,
@@ -37,7 +38,7 @@ HEADER_BYTES = 64 << 10  # of a request's line and headers
 _LOCAL = ("localhost", "127.0.0.1", "::1", "0.0.0.0")  # noqa: S104  # names, not an address to bind
 # Ollama's list. A browser never gives a web page one of these origins.
 _APPS = ("app://*", "file://*", "tauri://*", "vscode-file://*", "vscode-webview://*")
-_UNREGISTRABLE = (".localhost", ".local", ".internal")  # RFC 6761, RFC 6762, ICANN in 2024
+_UNREGISTRABLE = (".localhost", ".internal")  # RFC 6761, ICANN in 2024
 _OPEN = ("/health", "/", "/api/version")  # answered without an API key
 _PAGE = "/page/"  # the same: files without secrets; the page itself asks for the key
 
@@ -61,7 +62,9 @@ class Guard:
         self._document = document
         self._uploads = uploads
         self._origins = (*_APPS, *settings.origins)
-        own = {*_LOCAL, settings.host.lower(), socket.gethostname().lower()}
+        machine = socket.gethostname().lower()
+        in_network = f"{machine.partition('.')[0]}.local"  # RFC 6762: others there have others
+        own = {*_LOCAL, settings.host.lower(), machine, in_network}
         self._names = own | {_name_of(origin) for origin in settings.origins} - {"*"}
         self._budget = bodies.Budget()
 
@@ -99,17 +102,11 @@ class Guard:
         if "transfer-encoding" in headers and "content-length" in headers:
             words = "Transfer-Encoding and Content-Length both give the body's length"
             return TwoLengths(words)
-        host = _host_name(headers.get("host", ""))
-        silent = not host and scope["http_version"] == "1.0"  # browsers always send Host
-        if not (silent or self._is_ours(host)):
-            words = f"Host {host[:80]!r} is not allowed; add it to MOEINF_ORIGINS"
-            return UnknownHost(words)
-        origin = headers.get("origin")
-        own_page = _is_address(host) and origin in _pages_at(headers.get("host", ""))
-        if origin is not None and not (own_page or self._may(origin)):
-            return UnknownOrigin(f"Origin {origin[:80]!r} is not allowed; add it to MOEINF_ORIGINS")
-        key = self._settings.api_key
         open_path = scope["path"] in _OPEN or scope["path"].startswith(_PAGE)
+        refusal = self._foreign(scope, headers, open_path)
+        if refusal is not None:
+            return refusal
+        key = self._settings.api_key
         if key is not None and not open_path and scope["method"] != "OPTIONS":
             scheme, _, given = headers.get("authorization", "").partition(" ")
             bearer = given.strip() if scheme.lower() == "bearer" else ""
@@ -123,6 +120,23 @@ class Guard:
             return BodyTooLong(f"the body must have at most {most} bytes")
         return None
 
+    def _foreign(self, scope: Any, headers: dict[str, str], open_path: bool) -> Refusal | None:
+        """Return why a request comes from a page that may not ask, or is meant for another host."""
+        given, origin = headers.get("host", ""), headers.get("origin")
+        silent = not given and scope["http_version"] == "1.0"  # browsers always send Host
+        host = host_of(given) or ""
+        if not (silent or self._is_ours(host)):
+            words = f"Host {given[:80]!r} is not allowed; add it to MOEINF_ORIGINS"
+            return UnknownHost(words)
+        if origin is not None:
+            own_page = is_address(host) and origin in _pages_at(given)
+            if own_page or self._may(origin):
+                return None
+            return UnknownOrigin(f"Origin {origin[:80]!r} is not allowed; add it to MOEINF_ORIGINS")
+        if headers.get("sec-fetch-site") == "cross-site" and not open_path:
+            return UnknownOrigin("a page of another site may not ask without an Origin")
+        return None
+
     def _most_bytes(self, scope: Any) -> int:
         if not self._uploads:
             return bodies.MOST_BODY_BYTES
@@ -130,37 +144,22 @@ class Guard:
 
     def _is_ours(self, host: str) -> bool:
         """Return True for a name of this machine or an IP address; only names can be rebound."""
-        if "*" in self._settings.origins or host.endswith(_UNREGISTRABLE):
+        if "*" in self._settings.origins:
             return True
-        if host and host in self._names:
+        if not host:  # none, or an invalid one
+            return False
+        if host in self._names or host.endswith(_UNREGISTRABLE) or is_address(host):
             return True
-        if host and "." not in host and ":" not in host and not self._settings.on_loopback:
-            return True  # a container's name, or one of the local network
-        return _is_address(host)
+        return "." not in host and not self._settings.on_loopback  # a container, or a near machine
 
     def _may(self, origin: str) -> bool:
-        for allowed in self._origins:
-            if origin == allowed or allowed == "*":
-                return True
-            if allowed.endswith("://*") and origin.startswith(allowed[:-1]):
-                return True
-        return _name_of(origin) in _LOCAL
-
-
-def _host_name(text: str) -> str:
-    """Return the Host header in lower case, without its port and an address's brackets."""
-    text = text.strip().lower()
-    if text.startswith("["):
-        return text[1:].partition("]")[0]
-    return text.rpartition(":")[0] if ":" in text else text
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
+        if "*" in self._settings.origins or (origin == "null" and origin in self._origins):
+            return True
+        parts = origin_of(origin)
+        if parts is None:
+            return False
+        local = parts.scheme in ("http", "https") and parts.host in _LOCAL
+        return local or origin in self._origins or f"{parts.scheme}://*" in self._origins
 
 
 def _pages_at(host: str) -> tuple[str, str]:

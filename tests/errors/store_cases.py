@@ -9,6 +9,7 @@ from huggingface_hub import constants
 from moeinf.cli.chat.server_check import Found
 from moeinf.cli.commands import launch
 from moeinf.cli.commands import serve as serve_command
+from moeinf.cli.commands.models import list_models
 from moeinf.offload.store.transfer import ExpertReadError
 from moeinf.runtime.config import Settings
 from moeinf.runtime.engine.pipeline.stage import Stage
@@ -32,6 +33,12 @@ def _(place: Place) -> list[str]:
     place.patch.setattr(launch, "look", lambda *_: Found({"model": "demo:bf16"}))
     place.patch.setenv("PATH", str(place.folder))
     return ["launch", "claude", "demo"]
+
+
+@case("out_of_threads")
+def _(place: Place) -> list[str]:
+    place.raising(list_models, "Library", RuntimeError("can't start new thread"))
+    return ["list"]
 
 
 @case("ollama_model_not_found")

@@ -145,6 +145,7 @@ CASES["two_lengths"] = sent(
 PLANTED = {
     "internal": KeyError("x"),
     "out_of_memory": MemoryError("8 GiB"),
+    "out_of_threads": RuntimeError("can't start new thread"),
     "disk_full": OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "x.partial"),
     "io_error": OSError(errno.EIO, os.strerror(errno.EIO), "dense.safetensors"),
     "busy": Busy("16 requests are waiting: try again"),

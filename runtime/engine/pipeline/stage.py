@@ -1,6 +1,7 @@
 """A further stage: compute some layers for the process that holds the first ones.
 
-It serves one connection at a time. Its states end with the connection.
+It greets connections beside each other, and serves one at a time. Its states end with the
+connection.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from moeinf.offload.store.expert_store import Stopped
 from moeinf.runtime.config import PREFILL_CHUNK, EngineConfig, Settings
 from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.engine.pipeline.cut import Part, cut
+from moeinf.runtime.engine.pipeline.greeting import Greeter
 from moeinf.runtime.engine.pipeline.messages import About, Begin, Pass, Reply, Rows, bytes_of
 from moeinf.runtime.engine.pipeline.wire import SILENCE_S, Lost, Wire
 from moeinf.runtime.library.manifest import Manifest
@@ -27,7 +29,6 @@ from moeinf.runtime.version import arithmetic, version
 from moeinf.runtime.visible import visible
 
 _BUSY_S = 1.0  # between two messages of a long pass
-_PAUSE_S = 1.0  # after a connection that could not be accepted
 _MOST_WORDS = 500
 
 
@@ -78,25 +79,21 @@ class Stage:
 
         tell: is told what happens, in words.
         """
-        while True:
-            try:
-                end, (host, *_) = door.accept()
-            except OSError as error:
-                tell(f"a connection failed: {reason(error)}")
-                time.sleep(_PAUSE_S)
-                continue
-            with closing(end):
-                try:
-                    wire = Wire(end, silence_s)
-                    wire.prove(self._key, first=False)
-                    tell(f"connected with {host}")
-                    self._serve(wire)
-                except Lost as error:
-                    tell(f"no longer connected with {host}: {error}")
-                except Exception as error:  # such as no memory for its states
-                    tell(f"no longer connected with {host}: {visible(reason(error))}")
-            for line in self._engine.take_notes():
-                tell(line)
+        greeter = Greeter(door, self._key, silence_s, tell)
+        with closing(greeter):
+            while True:
+                host, wire = greeter.next()
+                with closing(wire):
+                    greeter.tell(f"connected with {host}")
+                    try:
+                        self._serve(wire)
+                    except Lost as error:
+                        greeter.tell(f"no longer connected with {host}: {error}")
+                    except Exception as error:  # such as no memory for its states
+                        words = visible(reason(error))
+                        greeter.tell(f"no longer connected with {host}: {words}")
+                for line in self._engine.take_notes():
+                    greeter.tell(line)
 
     def _serve(self, wire: Wire) -> None:
         """Compute passes until the connection is lost. Raises Lost."""

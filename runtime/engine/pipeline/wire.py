@@ -60,9 +60,13 @@ class Wire:
             self.close()
             raise _lost(error) from error
 
-    def prove(self, key: str | None, first: bool) -> None:
-        """Prove the key to the other side, and have it prove it. `first`: our side."""
-        own, until = secrets.token_bytes(_NONCE), time.monotonic() + GREETING_S
+    def prove(self, key: str | None, first: bool, seconds: float | None = None) -> None:
+        """Prove the key to the other side, and have it prove it, within `seconds` or GREETING_S.
+
+        first: whether ours is the first stage.
+        """
+        own = secrets.token_bytes(_NONCE)
+        until = time.monotonic() + (GREETING_S if seconds is None else seconds)
         self._send(_MAGIC + own)
         theirs = self._receive(len(_MAGIC) + _NONCE, until)
         if theirs[: len(_MAGIC)] != _MAGIC:

@@ -13,6 +13,7 @@ from pathlib import Path, PurePosixPath
 from huggingface_hub import snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import LocalEntryNotFoundError
 
+from moeinf.runtime.files.atomic import make_folder_durably
 from moeinf.runtime.hub.download import RemoteFile, fetch, has_promised_hash
 from moeinf.runtime.hub.listing import RepositoryError, look_up_all
 from moeinf.runtime.hub.repository import fetcher_of
@@ -68,7 +69,7 @@ class DatasetFiles:
         if file.size_bytes > _MAX_FILE_BYTES:
             raise BadDataset(f"{self._repository}: {name} has {file.size_bytes >> 20} MiB")
         folder = (self._folder / self._commit / name).parent
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder_durably(folder)
         done = 0
 
         def count(more: int) -> None:

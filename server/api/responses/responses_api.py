@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request, Response
@@ -30,8 +30,9 @@ _KINDS = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_
 @router.post("")
 async def create(asked: ResponsesRequest, request: Request) -> Response:
     """Answer as OpenAI's Responses API does, and keep the response unless `store` is false."""
-    own = _own(asked, request)
-    turn, constrain = asked.turn(request, [*_earlier(asked, request), *own])
+    earlier = _earlier(asked, request)
+    own, made = _own(asked, request, earlier)
+    turn, constrain = asked.turn(request, [*earlier, *own])
     job = Job(
         turn.prepare,
         asked.sampling(),
@@ -40,7 +41,7 @@ async def create(asked: ResponsesRequest, request: Request) -> Response:
         constrain=constrain,
     )
     loaded, told = await begun(request, asked.model, job, turn)
-    answering = _Answering(asked, own, request, loaded, turn)
+    answering = _Answering(asked, own, made, request, loaded, turn)
     if asked.stream:
         lines = answering.stream(told)
         return StreamingResponse(lines, media_type="text/event-stream")
@@ -58,7 +59,8 @@ async def create(asked: ResponsesRequest, request: Request) -> Response:
 @router.post("/input_tokens")
 async def input_tokens(asked: InputRequest, request: Request) -> Response:
     """Return the number of tokens of a conversation, template included, without an answer."""
-    turn, _ = asked.turn(request, [*_earlier(asked, request), *_own(asked, request)])
+    earlier = _earlier(asked, request)
+    turn, _ = asked.turn(request, [*earlier, *_own(asked, request, earlier)[0]])
     turn.shift = False  # a client counts to drop turns of its own choice
     job = Job(turn.prepare, SamplingOptions(), Limits(0), counts=True)
     _, told = await begun(request, asked.model, job, turn)
@@ -127,20 +129,23 @@ def _earlier(asked: InputRequest, request: Request) -> list[InputItem]:
     return [InputItem.model_validate(item) for item in found]
 
 
-def _own(asked: InputRequest, request: Request) -> list[InputItem]:
-    """Return the items of a request's input, with the stored items that it refers to.
+def _own(
+    asked: InputRequest, request: Request, earlier: Sequence[InputItem]
+) -> tuple[list[InputItem], list[str]]:
+    """Return a request's items with those that it refers to, and the ids that this server made.
 
+    An id of `earlier`, its own conversation, may be one that a client chose.
     Raises BadRequest, NoSuchResponse, BodiesTooLong.
     """
     said = asked.items()
     names = [item.id or "" for item in said if item.refers()]
     if not all(names):
         raise BadRequest("input: an item_reference has no id", "input")
-    found = _store(request).items(names, request.state.body)
-    return [
-        InputItem.model_validate(found[item.id]) if item.id and item.refers() else item
-        for item in said
-    ]
+    found = {item.id: item for item in earlier if item.id}
+    others = [name for name in names if name not in found]
+    for name, item in _store(request).items(others, request.state.body).items():
+        found.setdefault(name, InputItem.model_validate(item))
+    return [found[item.id] if item.id and item.refers() else item for item in said], others
 
 
 class _Answering:
@@ -150,12 +155,13 @@ class _Answering:
         self,
         asked: ResponsesRequest,
         own: list[InputItem],
+        made: list[str],
         request: Request,
         loaded: Loaded,
         turn: Chat,
     ) -> None:
         self._asked, self._own, self._loaded, self._turn = asked, own, loaded, turn
-        self._store = _store(request)
+        self._made, self._store = made, _store(request)
         self._settings: Settings = request.app.state.settings
         self._output, self._document = Output(asked.namespaces()), Document(asked)
 
@@ -174,7 +180,11 @@ class _Answering:
         """Return the response, and keep it if it is to be kept."""
         whole = self._document.ended(self._output, ended, self._turn.about())
         if self._asked.store:
-            self._store.put(whole, [_named(item) for item in self._own])
+            said = [_named(item) for item in self._own]
+            fresh = [
+                item["id"] for item, own in zip(said, self._own, strict=True) if own.id is None
+            ]
+            self._store.put(whole, said, [*self._made, *fresh])
         return whole
 
     async def stream(

@@ -30,7 +30,7 @@ class _Stored:
     items: bytes
     own: int
     containers: int  # objects and lists in items
-    ids: tuple[str, ...]  # of the items
+    ids: tuple[str, ...]  # of the items that have an id of this server
     previous: str | None
 
     @property
@@ -50,17 +50,24 @@ class ResponseStore:
 
     def __init__(self) -> None:
         self._stored: OrderedDict[str, _Stored] = OrderedDict()  # the oldest use first
-        self._places: dict[str, list[str]] = {}  # the responses of each item, by their ids
+        self._places: dict[str, list[str]] = {}  # the responses of each item, by ids of this server
         self.held_bytes = 0
 
     def __len__(self) -> int:
         return len(self._stored)
 
-    def put(self, document: dict[str, Any], items: list[dict[str, Any]]) -> None:
-        """Keep a response; those with the oldest use leave. One beyond the limit is not kept."""
-        said = [*items, *map(_plain, document["output"])]
+    def put(
+        self, document: dict[str, Any], items: list[dict[str, Any]], made: Iterable[str]
+    ) -> None:
+        """Keep a response; those with the oldest use leave. One beyond the limit is not kept.
+
+        made: ids of items that this server made. Other clients may choose the others, too, so that
+        `items` does not find them.
+        """
+        output = [_plain(item) for item in document["output"]]
+        said = [*items, *output]
         previous = document["previous_response_id"]
-        ids = tuple(dict.fromkeys(item["id"] for item in said))
+        ids = tuple(dict.fromkeys([*made, *(item["id"] for item in output)]))
         count = _containers(said)
         one = _Stored(_text(document), _text(said), len(items), count, ids, previous)
         if one.size > MOST_STORED_BYTES:
@@ -102,7 +109,7 @@ class ResponseStore:
         return [item for one in chain for item in one.read(body)]
 
     def items(self, names: Iterable[str], body: Body) -> dict[str, dict[str, Any]]:
-        """Return stored items by their ids, and others of the same responses.
+        """Return stored items by their ids, which this server made.
 
         body: as of input_of. Raises NoSuchResponse, BodiesTooLong.
         """
@@ -112,7 +119,8 @@ class ResponseStore:
                 if name not in self._places:
                     raise NoSuchResponse(f"no stored response has the item {name[:80]!r}")
                 newest = self._used(self._places[name][-1])
-                found |= {item["id"]: item for item in newest.read(body)}
+                read = {item["id"]: item for item in newest.read(body)}
+                found |= {item: read[item] for item in newest.ids}
         return found
 
     def _chain(self, name: str | None) -> Iterator[_Stored]:

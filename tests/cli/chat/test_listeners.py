@@ -18,6 +18,7 @@ from moeinf.cli.chat.server_check import look
 from moeinf.cli.main import answer
 from moeinf.runtime.library.processes import Registry
 from moeinf.runtime.version import version
+from tests.cli.conftest import command_in
 
 KEY = "a-secret-key"
 LOOK_S = 0.5
@@ -160,14 +161,38 @@ def test_the_key_goes_to_a_listener_that_has_proved_itself(
         entry = None if proof is None else registry.register_server(proof)
         listener.heard = b""
         client = Client.of("localhost", listener.port, KEY, registry, trusted)
-        assert look(client, "demo").about is not None
-        assert (KEY.encode() in listener.heard) == (trusted or proof is not None)
+        known = trusted or proof is not None
+        assert (look(client, "demo").about is not None) == known
+        assert (KEY.encode() in listener.heard) == known
         if entry is not None:
             entry.close()
     # The server has ended: a listener there gets no key now, not even from an older client.
     listener.heard = b""
-    assert look(client, "demo").about is not None
+    assert look(client, "demo").about is None
     assert KEY.encode() not in listener.heard
+    assert b"demo" not in listener.heard
+    with pytest.raises(ServerError, match="not one of this home"):
+        client.post("/api/chat", {"messages": [{"content": "a secret"}]})
+    assert b"secret" not in listener.heard
+
+
+def test_run_tells_a_stranger_nothing(listen: Callable[..., Listener], demo_home: Path) -> None:
+    """It needs no key, and answers as a server of moeinf does: another user of the machine."""
+    chat = _http(b'{"message": {"content": "wrong"}, "done": true}')
+    listener = listen(_answers(HELLO, VERSION, SHOWN, chat))
+    here = {"MOEINF_HOST": f"127.0.0.1:{listener.port}", "MOEINF_API_KEY": KEY}
+    moeinf = command_in(demo_home)
+    done = moeinf("run", "demo", "17+25=", **here)
+    assert (done.code, done.out) == (0, "42\n"), done.err
+    assert "is not one of this home" in done.err
+    for told in (KEY, "17+25", "demo"):
+        assert told.encode() not in listener.heard
+    launched = moeinf("launch", "codex", "demo", **here)
+    assert launched.code == 1
+    assert "gets no MOEINF_API_KEY" in launched.err
+    trusted = moeinf("run", "demo", "17+25=", "--server", **here)
+    assert KEY.encode() in listener.heard
+    assert trusted.out != "42\n"
 
 
 def test_a_server_that_needs_the_key_and_has_not_proved_itself(

@@ -77,6 +77,51 @@ def test_items_go_with_the_last_response_that_has_them(
         create(client, [{"type": "item_reference", "id": hidden.output[0].id}])
 
 
+def test_ids_that_clients_chose_stay_in_their_conversation(
+    client: openai.OpenAI, script: Script
+) -> None:
+    """Another client may choose the same id, or that of an answer's item."""
+    script.say("One.")
+    first = create(client, [{**USER, "id": "msg_1"}])
+    script.say("Two.")
+    mine = {"role": "user", "content": "evil", "id": "msg_1"}
+    create(client, [mine, {**mine, "role": "assistant", "id": first.output[0].id}])
+    refer: Any = {"type": "item_reference", "id": "msg_1"}
+    with pytest.raises(openai.NotFoundError, match="no stored response has the item 'msg_1'"):
+        create(client, [refer])
+    with pytest.raises(openai.NotFoundError, match="no stored response has the item 'msg_1'"):
+        client.responses.input_tokens.count(model="demo", input=[refer])
+    script.say("Three.")
+    create(client, [refer], previous_response_id=first.id)
+    assert script.prompts[-1].endswith("<|user|>1+2<|assistant|>One.<|user|>1+2<|assistant|>")
+    answer: Any = {"type": "item_reference", "id": first.output[0].id}
+    script.say("Four.")
+    create(client, [USER, answer, USER])
+    assert script.prompts[-1].endswith("<|user|>1+2<|assistant|>One.<|user|>1+2<|assistant|>")
+
+
+def test_an_item_without_an_id_gets_one_that_can_be_named(
+    client: openai.OpenAI, script: Script
+) -> None:
+    script.say("One.")
+    first = create(client, [USER])
+    (item,) = client.responses.input_items.list(first.id)
+    script.say("Two.")
+    assert create(client, [{"id": item.id}]).output_text == "Two."
+    assert script.prompts[-1].endswith("<|user|>1+2<|assistant|>")
+
+
+def test_a_chosen_id_may_not_hide_behind_an_item_of_the_server(
+    client: openai.OpenAI, script: Script
+) -> None:
+    """The look-up of one item reads others of its response, which are not found by it."""
+    script.say("One.")
+    first = create(client, [{"role": "user", "content": "evil", "id": "msg_1"}])
+    both: Any = [{"id": first.output[0].id}, {"id": "msg_1"}]
+    with pytest.raises(openai.NotFoundError, match="'msg_1'"):
+        create(client, both)
+
+
 def test_the_places_of_items_leave_with_their_responses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "MOST_RESPONSES", 2)
     kept = store.ResponseStore()
@@ -84,7 +129,7 @@ def test_the_places_of_items_leave_with_their_responses(monkeypatch: pytest.Monk
         item = {"id": "same", "type": "reasoning"}
         other = {"id": f"rs_{number}", "type": "reasoning"}
         document = {"id": f"resp_{number}", "previous_response_id": None, "output": [item, other]}
-        kept.put(document, [item])
+        kept.put(document, [item], ["same"])
     assert kept._places == {"same": ["resp_3", "resp_4"], "rs_3": ["resp_3"], "rs_4": ["resp_4"]}
     kept.delete("resp_4")
     kept.delete("resp_3")

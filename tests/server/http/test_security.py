@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,106 @@ def test_the_page_of_this_server_may_ask(host: str) -> None:
 )
 def test_a_page_at_a_name_or_of_another_server_may_not(host: str, origin: str) -> None:
     assert status(ServerSettings(host="0.0.0.0"), host=host, origin=origin) == 403
+
+
+MACHINE = socket.gethostname().lower().partition(".")[0]
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "localhost@evil.example",
+        "evil.example@localhost",
+        "user:word@localhost:11435",
+        "[localhost]",
+        "[evil.example]",
+        "[::1]evil.example",
+        "[::1",
+        "::1",
+        "[127.0.0.1]evil.internal:11435",
+        ".localhost",
+        ".internal",
+        "..internal:11435",
+        "a..internal",
+        ".evil.internal",
+        "-.internal",
+        "localhost:",
+        "localhost:port",
+        "localhost:70000",
+        "localhost:11435:11435",
+        "localhost/evil.example",
+        "localhost?a.internal",
+        "localhost evil.internal",
+        "evil.example,localhost",
+        "evil.example\\.internal",
+        f"evil.{MACHINE}.local",
+        "evil.local",
+    ],
+)
+@pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])
+def test_hosts_with_more_than_a_name_and_a_port(host: str, address: str) -> None:
+    assert status(ServerSettings(host=address), host=host) == 403
+
+
+@pytest.mark.parametrize(
+    "host", ["LOCALHOST:80", "[::1]:11435", "127.0.0.1", "a.b.localhost", f"{MACHINE}.local:1"]
+)
+def test_hosts_as_programs_write_them(host: str) -> None:
+    assert status(ServerSettings(), host=host) == 200
+
+
+@pytest.mark.parametrize(
+    "origin",
+    [
+        "localhost",
+        "localhost:3000",
+        "//localhost",
+        "://localhost",
+        "http:localhost",
+        "http:/localhost",
+        "ftp://localhost",
+        "http://user@localhost",
+        "http://evil.example@localhost",
+        "http://[localhost]",
+        "http://.localhost",
+        "http://localhost/",
+        "http://localhost#evil",
+        "app://a@evil.example/",
+        "http://localhost, http://evil.example",
+        "chat.example",  # a name of the server, and no origin
+    ],
+)
+def test_origins_without_a_scheme_or_with_more_than_a_host(origin: str) -> None:
+    assert status(ServerSettings(origins=("chat.example",)), origin=origin) == 403
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("GET", "/api/plan?model=demo", False),
+        ("GET", "/api/simulate?model=demo", False),
+        ("GET", "/api/experts?model=demo", False),
+        ("GET", "/api/tags", False),
+        ("GET", "/metrics", False),
+        ("POST", "/api/generate", False),
+        ("GET", "/", True),  # a link to the page
+        ("GET", "/page/app.js", True),
+        ("GET", "/health", True),
+    ],
+)
+def test_pages_of_other_sites_start_no_work(
+    method: str, path: str, allowed: bool, open_address: str
+) -> None:
+    """A browser sends no Origin for a picture, a script or a link."""
+    foreign = {"Sec-Fetch-Site": "cross-site", "Authorization": "Bearer secret"}
+    answer = httpx.request(method, f"{open_address}{path}", headers=foreign, timeout=60)
+    assert (answer.status_code == 403) is not allowed
+    if not allowed:
+        assert "unknown_origin" in answer.text
+        own = {**foreign, "Sec-Fetch-Site": "same-origin"}
+        assert httpx.get(f"{open_address}/api/tags", headers=own).status_code == 200
+        named = {**foreign, "Origin": "http://localhost:3000"}
+        assert httpx.get(f"{open_address}/api/tags", headers=named).status_code == 200
 
 
 def test_a_scheme_in_the_settings() -> None:

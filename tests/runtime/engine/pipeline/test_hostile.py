@@ -6,8 +6,9 @@ import random
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -17,6 +18,7 @@ import torch
 from moeinf.runtime.checkpoints.finite import NotFiniteLogits, check_logits
 from moeinf.runtime.engine.pipeline import links
 from moeinf.runtime.engine.pipeline.cut import CannotCut
+from moeinf.runtime.engine.pipeline.greeting import GREET_S, MOST_GREETED
 from moeinf.runtime.engine.pipeline.links import StageLost, StagesDiffer
 from moeinf.runtime.engine.pipeline.messages import About, Begin, Pass, Reply, Rows, bytes_of
 from moeinf.runtime.engine.pipeline.wire import Lost, Wire
@@ -72,6 +74,42 @@ def test_states_of_any_bytes(demo_home: Path, running: Running) -> None:
     assert reply.number == 1
     wire.close()
     works(demo_home, running.address)
+
+
+@pytest.mark.parametrize("sent", [b"", b"moeinf-st", b"GET / HTTP/1.1\r\n\r\n"])
+def test_silent_connections_delay_no_other(sent: bytes, demo_home: Path, running: Running) -> None:
+    """More of them than are greeted at a time; each is dropped after two seconds."""
+    host, port = running.address.split(":")
+    with ExitStack() as kept:
+        ends = [
+            kept.enter_context(socket.create_connection((host, int(port))))
+            for _ in range(MOST_GREETED + 10)
+        ]
+        for end in ends:
+            end.sendall(sent)
+        since = time.monotonic()
+        wire, _ = asking(running)
+        assert time.monotonic() - since < 4 * GREET_S
+        wire.close()
+        for end in ends:
+            end.settimeout(10 * GREET_S)
+            with suppress(ConnectionError):
+                while end.recv(1024):
+                    pass
+    works(demo_home, running.address)
+
+
+def test_first_stages_that_left_while_they_waited(demo_home: Path, running: Running) -> None:
+    """They have proved the key, and another one was served."""
+    served, _ = asking(running)
+    host, port = running.address.split(":")
+    for _ in range(20):
+        wire = Wire(socket.create_connection((host, int(port))), 10)
+        wire.prove(None, first=True)
+        wire.close()
+    served.close()
+    works(demo_home, running.address)
+    assert sum(line.startswith("connected with") for line in running.told) < 4
 
 
 def test_random_messages(demo_home: Path, running: Running) -> None:
