@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _TOKEN_BYTES = 128  # of a token, on average; longer text cannot fit and is not tokenised
 _LONG_TEXT_BYTES, _LONG_TOKEN_BYTES = 1 << 20, 16  # beyond a MiB, 16 for each more token
 _THOUGHTS = ("thinking", "reasoning_content", "reasoning")  # templates' and clients' names
-_ASKS_FOR_NULL = re.compile(r"\bis\s+(?:not\s+)?none\b", re.IGNORECASE)
+_ASKS_FOR_NULL = re.compile(r"\bis\s++(?:not\s++)?none\b", re.IGNORECASE)
 _BILLING = re.compile(
     r"\s*+x-anthropic-billing-header:(?:[ \t]*+[\w-]++=[^;\n]*+;)*+[ \t]*+\n{0,2}"
 )
