@@ -198,7 +198,7 @@ _HINTS = {
     ),
 }
 # A hidden folder in which a model is made, deleted or repaired; a message names its parent.
-_WORKPLACE = re.compile(r"/\.[^/]+\.(?:partial|old|repair)(?:/.*)?$", re.DOTALL)
+_WORKPLACE = re.compile(r"/\.[^/]+\.(?:partial|old|repair)(?:/.*+)?$", re.DOTALL)
 
 
 def _shown(path: object) -> str:

@@ -394,6 +394,12 @@ def read_bandwidth(
     MemoryError.
     """
 
+def end_after_signals(seconds: float) -> None:
+    """End the process with status 1 this long after its first SIGINT or SIGTERM.
+
+    Python's handlers of both run as before; they must be set. It needs no thread of Python.
+    """
+
 def syncfs(fd: int) -> None:
     """Make everything written to the file system of `fd` durable (elsewhere: the one file).
 

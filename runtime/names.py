@@ -34,7 +34,7 @@ _HUB = re.compile(r"(?:https?://)?(?:www\.)?(?:hf\.co|huggingface\.co)/", re.IGN
 _HUB_END = re.compile(r"(?:/tree/main)?/?(?=:|$)")  # of a page's address
 _LATEST = "latest"
 _BITS_TAG = re.compile(r"b(\d(?:\.\d{1,2})?)")
-_QUANT = re.compile(r"(?:ud-)?i?q\d(?:_[a-z0-9]+)*|mxfp4_moe|f16|fp16|tq\d_0")  # of a GGUF file
+_QUANT = re.compile(r"(?:ud-)?i?q\d(?:_[a-z0-9]++)*+|mxfp4_moe|f16|fp16|tq\d_0")  # of a GGUF file
 # Ollama writes a model's size as its tag; the short name here.
 _OLLAMA = {
     "gpt-oss:20b": "gpt-oss",

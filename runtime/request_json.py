@@ -30,9 +30,14 @@ def parse(text: str, admit: Callable[[int], None] | None = None) -> Any:
 
     admit: takes the number of objects and lists before they are made; it may raise.
     """
-    containers = _checked(text)
+    containers = count_containers(text)
     if admit is not None:
         admit(containers)
+    return load(text)
+
+
+def load(text: str) -> Any:
+    """Return the value of a text whose containers were counted. Raises BadJson."""
     try:
         return json.loads(text, parse_constant=_refuse, parse_float=_finite_number)
     except json.JSONDecodeError as error:
@@ -41,7 +46,7 @@ def parse(text: str, admit: Callable[[int], None] | None = None) -> Any:
         raise BadJson(f"the JSON is invalid: {error}"[:200]) from error
 
 
-def _checked(text: str) -> int:
+def count_containers(text: str) -> int:
     """Count objects and lists.
 
     Raises BadJson for text that would take much more memory than its length, or nests deeply.

@@ -13,8 +13,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
-from types import FrameType
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
 import h11
@@ -22,6 +22,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from moeinf.errors import MoeinfError, Unavailable, problem
+from moeinf.native import end_after_signals
 from moeinf.runtime.config import EngineConfig, ServerSettings, Settings
 from moeinf.runtime.machine.memory import keep_heap_small
 from moeinf.runtime.server_log import keep_small
@@ -91,7 +92,7 @@ class Deadlines(H11Protocol):
 
 
 class _Server(uvicorn.Server):
-    """A server that ends in time after SIGINT or SIGTERM, also where a native call hangs.
+    """A server that ends in time after SIGINT or SIGTERM, whatever its threads do.
 
     unused_s: it also ends after this time without a loaded model and without a request. A finite
     value means that it runs in the background, with a log as its standard error.
@@ -118,12 +119,12 @@ class _Server(uvicorn.Server):
             self._requests, self._used = state.total_requests, time.monotonic()
         return time.monotonic() - self._used >= self._unused_s
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if not self.should_exit:
-            last = threading.Timer(_END_SECONDS, os._exit, (1,))
-            last.daemon = True
-            last.start()
-        super().handle_exit(sig, frame)
+    @contextmanager
+    def capture_signals(self) -> Generator[None]:
+        with super().capture_signals():
+            if threading.current_thread() is threading.main_thread():
+                end_after_signals(_END_SECONDS)
+            yield
 
 
 def make_server(

@@ -23,6 +23,7 @@
 #include "bindings/policy.h"
 #include "measure/read_loop.h"
 #include "platform/files.h"
+#include "platform/threads.h"
 
 namespace py = pybind11;
 using namespace moeinf;
@@ -296,6 +297,7 @@ PYBIND11_MODULE(_native, m) {
         py::arg("bytes"), py::arg("threads"), py::arg("prefetch"), py::arg("huge_pages"),
         py::arg("rounds"), py::call_guard<py::gil_scoped_release>());
     m.def("_nothing", [] {});  // measures the cost of a call, for tests and benchmarks
+    m.def("end_after_signals", &platform::end_after_signals, py::arg("seconds"));
     m.def("syncfs", &sync_file_system, py::arg("fd"));
     bind_attention(m);
     bind_device(m);  // after SlotPool, which its signatures use

@@ -3,6 +3,7 @@
 // macOS and Windows: compiled, not run.
 #pragma once
 
+#include <cerrno>
 #include <thread>
 
 #ifdef _WIN32
@@ -12,6 +13,7 @@
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
+#include <sys/time.h>
 #include <unistd.h>
 #endif
 
@@ -30,6 +32,8 @@ inline int usable_cores() noexcept {
 }
 
 inline void after_fork_in_child(void (*)()) {}  // no process forks there
+
+inline void end_after_signals(double) {}  // the server is not run there
 
 inline int process_number() noexcept { return ::_getpid(); }
 
@@ -51,6 +55,50 @@ class SignalsBlocked {
   private:
     sigset_t before_;
 };
+
+namespace ending {
+
+inline double seconds = 0;
+inline volatile sig_atomic_t begun = 0;
+inline void (*next_of[NSIG])(int) = {};
+
+inline void end_now(int) { ::_exit(1); }
+
+// Starts the clock, then calls Python's handler, which only notes the signal. Async-signal-safe:
+// setitimer is a system call here.
+inline void begin_end(int number) {
+    const int code = errno;
+    if (begun == 0) {
+        begun = 1;
+        itimerval left{};
+        left.it_value.tv_sec = static_cast<time_t>(seconds);
+        left.it_value.tv_usec =
+            static_cast<suseconds_t>((seconds - static_cast<double>(left.it_value.tv_sec)) * 1e6);
+        ::setitimer(ITIMER_REAL, &left, nullptr);
+    }
+    errno = code;
+    if (next_of[number] != nullptr) next_of[number](number);
+}
+
+}  // namespace ending
+
+// Ends the process with status 1 `seconds` after its first SIGINT or SIGTERM, unless it has ended
+// before. No thread of Python is needed for that: one may hold the interpreter's lock for minutes.
+inline void end_after_signals(double seconds) {
+    ending::seconds = seconds;
+    struct sigaction about{};
+    about.sa_handler = ending::end_now;
+    ::sigaction(SIGALRM, &about, nullptr);
+    for (const int number : {SIGINT, SIGTERM}) {
+        struct sigaction now{};
+        ::sigaction(number, nullptr, &now);
+        const bool calls = now.sa_handler != SIG_DFL && now.sa_handler != SIG_IGN;
+        if (!calls || now.sa_handler == ending::begin_end) continue;
+        ending::next_of[number] = now.sa_handler;
+        now.sa_handler = ending::begin_end;
+        ::sigaction(number, &now, nullptr);
+    }
+}
 
 inline void set_name([[maybe_unused]] std::thread& thread, [[maybe_unused]] const char* name) {
 #ifdef __linux__

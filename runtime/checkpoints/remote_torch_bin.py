@@ -25,7 +25,7 @@ from moeinf.errors import reason
 from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint, SourceTensor
 from moeinf.runtime.checkpoints.torch_bin import MAX_PICKLE_BYTES, read_torch_file
 
-_STORAGE = re.compile(r"[^/]+/data/[0-9]+")
+_STORAGE = re.compile(r"[^/]++/data/[0-9]++")
 _HEADER = struct.Struct("<4s22xHH")  # signature, lengths of the name and of the extra field
 _SIGNATURE = b"PK\3\4"
 _ALIGNMENT = 64

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +28,10 @@ if TYPE_CHECKING:
 _TOKEN_BYTES = 128  # of a token, on average; longer text cannot fit and is not tokenised
 _LONG_TEXT_BYTES, _LONG_TOKEN_BYTES = 1 << 20, 16  # beyond a MiB, 16 for each more token
 _THOUGHTS = ("thinking", "reasoning_content", "reasoning")  # templates' and clients' names
-_ASKS_FOR_NULL = re.compile(r"\bis\s+(?:not\s+)?none\b", re.IGNORECASE)
-_BILLING = re.compile(r"\s*x-anthropic-billing-header:(?:[ \t]*[\w-]+=[^;\n]*;)*[ \t]*\n{0,2}")
+_ASKS_FOR_NULL = re.compile(r"\bis\s++(?:not\s++)?none\b", re.IGNORECASE)
+_BILLING = re.compile(
+    r"\s*+x-anthropic-billing-header:(?:[ \t]*+[\w-]++=[^;\n]*+;)*+[ \t]*+\n{0,2}"
+)
 Message = Mapping[str, Any]  # role, content, and other keys that a template may read
 
 
@@ -91,8 +93,19 @@ def _rendered_turns(engine: Engine, messages: Sequence[Message], extra: dict[str
             raise
         return _rendered(engine, strict, extra)
     later = [str(message.get("content") or "").strip() for message in later_systems(messages)]
-    dropped = any(engine.tokenizer.guard(text) not in rendered for text in later)
-    return _rendered(engine, strict, extra) if dropped else rendered
+    shown = _all_in(rendered, map(engine.tokenizer.guard, later))
+    return rendered if shown else _rendered(engine, strict, extra)
+
+
+def _all_in(whole: str, texts: Iterable[str]) -> bool:
+    """Return whether a text has all others; in linear time where they follow each other."""
+    at = 0
+    for text in texts:
+        place = whole.find(text, at)
+        if place < 0 and text not in whole:
+            return False
+        at = max(at, place + len(text))
+    return True
 
 
 def _rendered(engine: Engine, messages: Sequence[Message], extra: dict[str, Any]) -> str:

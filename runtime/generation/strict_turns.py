@@ -24,15 +24,19 @@ def strict_turns(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any
     user, that follow each other become one.
     """
     found: list[Mapping[str, Any]] = []
+    texts: list[list[str]] = []  # of each message in `found`
     begun = False
     for message in messages:
         begun = begun or message.get("role") not in _SYSTEM
         if begun and message.get("role") in _SYSTEM:
             message = {**message, "role": "user"}
-        last = found[-1] if found else {}
-        if message.get("role") in _JOINED and message.get("role") == last.get("role"):
-            texts = [str(one.get("content") or "") for one in (last, message)]
-            found[-1] = {**last, "content": "\n\n".join(text for text in texts if text)}
+        text = str(message.get("content") or "")
+        if found and message.get("role") in _JOINED and message["role"] == found[-1].get("role"):
+            texts[-1].append(text)
         else:
             found.append(message)
-    return found
+            texts.append([text])
+    return [
+        message if len(said) == 1 else {**message, "content": "\n\n".join(filter(None, said))}
+        for message, said in zip(found, texts, strict=True)
+    ]

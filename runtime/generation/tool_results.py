@@ -30,15 +30,19 @@ def results_in_turns(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]
     Calls and results have ids. A result without a call before it stays a message.
     """
     found: list[dict[str, Any]] = []
+    called: dict[Any, Any] | None = None  # the names of the last turn's calls, after its results
     for message in messages:
         last = found[-1] if found else {}
         if message["role"] != "tool" or not last.get("tool_calls"):
             found.append(message)
+            called = None
             continue
-        called = {call["id"]: call["function"].get("name") for call in last["tool_calls"]}
+        if called is None:
+            called = {call["id"]: call["function"].get("name") for call in last["tool_calls"]}
+            last = found[-1] = {**last, "tool_responses": list(last.get("tool_responses", ()))}
         name = called.get(message.get("tool_call_id")) or message.get("name")
         result = {"name": name or "unknown", "response": _value(message["content"])}
-        found[-1] = {**last, "tool_responses": [*last.get("tool_responses", ()), result]}
+        last["tool_responses"].append(result)
     return found
 
 

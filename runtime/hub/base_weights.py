@@ -36,7 +36,7 @@ from moeinf.runtime.checkpoints.row_samples import CosineSimilarity, Read, compa
 from moeinf.runtime.hub.download import Fetcher, fetch_bytes, fetch_small
 from moeinf.runtime.hub.listing import Repository
 
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_LAYER = re.compile(r"model\.layers\.(\d++)\.(.+)")
 # Tensors that belong to a quantised matrix: X.weight_scale_inv, X_blocks, …
 _BESIDE = re.compile(
     r"(_scale_inv|_scale_2|_global_scale|_scale|_scales|_blocks|_packed|_shape|_zero_point)$"

@@ -12,7 +12,7 @@ from moeinf.runtime.hub.download import RemoteFile
 from moeinf.runtime.hub.listing import Repository, in_top_folder
 
 _QUANT = re.compile(
-    r"(?:^|[-._/])((?:UD-)?I?Q\d(?:_[A-Z0-9]+)*|BF16|F16|FP16|F32|MXFP4(?:_MOE)?|NVFP4|TQ\d_0)"
+    r"(?:^|[-._/])((?:UD-)?I?Q\d(?:_[A-Z0-9]++)*+|BF16|F16|FP16|F32|MXFP4(?:_MOE)?|NVFP4|TQ\d_0)"
     r"(?:-\d{5}-of-\d{5})?\.gguf",
     re.IGNORECASE,
 )

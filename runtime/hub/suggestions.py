@@ -16,7 +16,7 @@ _DENSE = re.compile(
     r"granite3\.\d(-dense)?|nemotron(-mini)?|stablelm2?|zephyr|orca2?|solar)"
 )
 _DENSE_SIZES = re.compile(  # Ollama's tags of dense models in families that also have MoE models
-    r"(qwen3|qwen3\.5|gemma4|deepseek-r1|granite4):(\d+(\.\d+)?)(b|m)(-.*)?"
+    r"(qwen3|qwen3\.5|gemma4|deepseek-r1|granite4):(\d++(\.\d++)?)(b|m)(-.*)?"
 )
 _MOE_SIZES = {"30b", "35b", "235b", "397b", "122b", "671b", "26b"}
 _TO_CHAT = re.compile(r"(?!.*-base)(?!switch|nllb)")

@@ -117,15 +117,15 @@ def _value(first: str, lines: list[str], at: int) -> tuple[str, int]:
     mark = next((mark for mark in _MARKS if first.startswith(mark)), None)
     if mark is None:
         return first.strip(), at
-    taken = [first]
-    while True:
-        whole = "\n".join(taken).strip()
-        if len(whole) >= 2 * len(mark) and whole.endswith(mark):
-            return whole[len(mark) : -len(mark)], at
-        if at == len(lines):
+    begin, end = first.rstrip(), at
+    if len(begin) < 2 * len(mark) or not begin.endswith(mark):
+        while end < len(lines) and not lines[end].rstrip().endswith(mark):
+            end += 1
+        if end == len(lines):
             raise InvalidValue(f"the closing {mark} is missing")
-        taken.append(lines[at])
-        at += 1
+        end += 1
+    whole = "\n".join([first, *lines[at:end]]).rstrip()
+    return whole[len(mark) : -len(mark)], end
 
 
 def jinja(template: str) -> str:

@@ -29,7 +29,7 @@ def available_bytes(root: Path = Path("/")) -> int:
     """Return the bytes that can be allocated without swapping, within all cgroup limits."""
     try:
         text = (root / "proc/meminfo").read_text()
-        match = re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)
+        match = re.search(r"^MemAvailable:\s++(\d++) kB", text, re.MULTILINE)
         free = int(match[1]) * 1024 if match else 0
     except OSError:
         free = physical_bytes() // 2
@@ -131,7 +131,7 @@ def peak_rss_bytes() -> int:
     """Return this process's peak resident bytes since its start, or since forget_peak_rss."""
     with suppress(OSError):
         match = re.search(
-            r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE
+            r"^VmHWM:\s++(\d++) kB", Path("/proc/self/status").read_text(), re.MULTILINE
         )
         if match:
             return int(match[1]) * 1024

@@ -14,6 +14,7 @@ from typing import Any
 from moeinf.runtime.text.tool_values import load_json
 
 Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "description", "parameters"}}
+Offered = Mapping[str, Mapping[str, Any]]  # functions by their names
 
 
 @dataclass(frozen=True)
@@ -32,12 +33,18 @@ def names_of(tools: Sequence[Tool]) -> list[str]:
     return [str(function["name"]) for tool in tools if (function := _function(tool)).get("name")]
 
 
-def call_of(name: str, arguments: str, tools: Sequence[Tool]) -> Call | None:
+def by_name(tools: Sequence[Tool]) -> Offered:
+    """Return functions by their names; the first of a name counts."""
+    functions = [_function(tool) for tool in reversed(tools)]
+    return {name: one for one in functions if isinstance(name := one.get("name"), str)}
+
+
+def call_of(name: str, arguments: str, tools: Offered) -> Call | None:
     """Return the call, or None if its arguments are invalid or the tool was not offered."""
     return checked({"name": name, "arguments": arguments}, tools)
 
 
-def checked(said: Any, tools: Sequence[Tool]) -> Call | None:
+def checked(said: Any, tools: Offered) -> Call | None:
     """Return the call that `{"name": …, "arguments": …}` says, or None as in call_of."""
     if not isinstance(said, dict):
         return None
@@ -49,18 +56,13 @@ def checked(said: Any, tools: Sequence[Tool]) -> Call | None:
             return None
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return None
-    return Call(name, arguments) if offered(name, tools) is not None else None
+    return Call(name, arguments) if name in tools else None
 
 
 def all_or_none(found: Sequence[Call | None]) -> list[Call]:
     """Return all calls, or [] if one is invalid: a part of them may not be what the model meant."""
     calls = [call for call in found if call is not None]
     return calls if len(calls) == len(found) else []
-
-
-def offered(name: str, tools: Sequence[Tool]) -> Mapping[str, Any] | None:
-    """Return the function of this name, or None if it was not offered."""
-    return next((f for tool in tools if (f := _function(tool)).get("name") == name), None)
 
 
 def _function(tool: Tool) -> Mapping[str, Any]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from functools import cache
 from typing import Literal, Protocol
 
 Kind = Literal["thinking", "answer", "call"]
@@ -26,6 +27,7 @@ _TURNS: dict[str, Kind] = {"<|think|>": "thinking", "<|content|>": "answer"}
 _TURN_ENDS, _CALLS, _CALLS_END = ("<|end|>", "<|begin|>"), "<|tool_calls|>", "<|calls|>"
 _ENDS = ("<|end|>", "<|return|>", "<|call|>")
 _START = "<|start|>"
+MOST_CALL = 1 << 20  # characters of a call; a longer one is text
 _RECIPIENT = re.compile(r"\bto=")
 _FUNCTION = re.compile(r"\bto=functions\.([^\s<]+)")
 
@@ -46,45 +48,53 @@ class Parser(Protocol):
         """True if the next text belongs to the answer, unless it starts to think."""
         ...
 
+    @property
+    def held(self) -> int:
+        """The number of characters of a call that has not ended."""
+        ...
+
 
 class _Marked(ABC):
     """A parser that cuts a stream at marks. Subclasses define the marks and their meaning."""
 
     def __init__(self, kind: Kind | None) -> None:
         self._kind = kind  # of the current text; None: it is not shown
-        self._held = ""
+        self._held = ""  # the possible start of a mark
+        self._header: list[str] = []  # the text before it, if it is not shown
         self._fresh = True  # no text of this kind was shown yet; leading line ends are dropped
 
     def add(self, text: str) -> Iterator[tuple[Kind, str]]:
-        self._held += text
-        while True:
-            marks = self._marks()
-            places = [(p, m) for m in marks if (p := self._held.find(m)) >= 0]
-            if not places:
+        text, at = self._held + text, 0
+        while marks := self._marks():
+            found = _any_of(marks).search(text, at)
+            if found is None:
                 break
-            place, mark = min(places)
-            before, self._held = self._held[:place], self._held[place + len(mark) :]
+            before, mark = "".join([*self._header, text[at : found.start()]]), found[0]
+            self._header, at = [], found.end()
             if not self._is_mark(mark, before):
                 yield from self._give(before + mark)
                 continue
             yield from self._give(before)
             yield from self._met(mark, before)
-        keep = max((overlap(self._held, mark) for mark in self._marks()), default=0)
-        shown, self._held = (
-            self._held[: len(self._held) - keep],
-            self._held[len(self._held) - keep :],
-        )
+        keep = max((overlap(text, mark) for mark in self._marks()), default=0)
+        end = max(at, len(text) - keep)
+        self._held = text[end:]
         if self._kind is None:  # a header is parsed when its mark has arrived
-            self._held = shown + self._held
+            self._header.append(text[at:end])
         else:
-            yield from self._give(shown)
+            yield from self._give(text[at:end])
 
     @property
     def answering(self) -> bool:
         return self._kind == "answer"
 
+    @property
+    def held(self) -> int:
+        return 0
+
     def rest(self) -> Iterator[tuple[Kind, str]]:
-        held, self._held = self._held, ""
+        held, self._held = "".join([*self._header, self._held]), ""
+        self._header = []
         yield from self._give(held)
 
     def _give(self, text: str) -> Iterator[tuple[Kind, str]]:
@@ -203,7 +213,12 @@ class HarmonyParser(_Marked):
         super().__init__(None)
         self.parses_calls = False
         self._function = ""
-        self._arguments = ""
+        self._arguments: list[str] = []
+        self._size = 0  # characters of them
+
+    @property
+    def held(self) -> int:
+        return self._size
 
     def rest(self) -> Iterator[tuple[Kind, str]]:
         yield from super().rest()
@@ -211,10 +226,14 @@ class HarmonyParser(_Marked):
 
     def _give(self, text: str) -> Iterator[tuple[Kind, str]]:
         for kind, piece in super()._give(text):
-            if kind == "call":
-                self._arguments += piece
-            else:
+            if kind != "call":
                 yield kind, piece
+                continue
+            self._arguments.append(piece)
+            self._size += len(piece)
+            if self._size > MOST_CALL:
+                self._become("answer")
+                yield "answer", self._taken()
 
     def _marks(self) -> tuple[str, ...]:
         return (_MESSAGE,) if self._kind is None else (*_ENDS, _START)
@@ -236,9 +255,14 @@ class HarmonyParser(_Marked):
     def _called(self) -> Iterator[tuple[Kind, str]]:
         """End a message; give the call if it was one."""
         if self._kind == "call":
-            yield "call", f"{self._function} {self._arguments}"
-            self._function = self._arguments = ""
+            yield "call", f"{self._function} {self._taken()}"
             self._become(None)
+
+    def _taken(self) -> str:
+        """Return the arguments so far, and forget them."""
+        taken = "".join(self._arguments)
+        self._arguments, self._size = [], 0
+        return taken
 
 
 def is_harmony(template: str | None) -> bool:
@@ -301,6 +325,11 @@ def parser_for(template: str | None, prompt: str) -> Parser:
     marks = marks_of(template)
     opened = prompt.rstrip().endswith(marks[0])
     return ThinkParser(inside=opened, trims=thinks(template), marks=marks)
+
+
+@cache
+def _any_of(marks: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, marks)))
 
 
 def overlap(text: str, mark: str) -> int:

@@ -21,18 +21,35 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moeinf.runtime.text.offered_tools import Call, Tool, all_or_none, call_of, checked, offered
+from moeinf.runtime.text.call_ends import Begun, Closed, Converted, Ends, JsonText, Paired
+from moeinf.runtime.text.marked_calls import (
+    DSML_INVOKE_END,
+    FUNCTION,
+    FUNCTION_END,
+    INVOKE_END,
+    PARAMETER,
+    PARAMETER_END,
+    VALUE,
+    VALUE_END,
+    bare,
+    dsml,
+    invoked,
+    keys,
+    parameters,
+)
+from moeinf.runtime.text.offered_tools import Call, Offered, all_or_none, call_of, checked
 from moeinf.runtime.text.reasoning import is_harmony
 from moeinf.runtime.text.tool_values import (
+    BareKeys,
+    PythonCalls,
     Unfinished,
     json_of_bare_keys,
     load_calls,
     load_json,
-    load_value,
 )
 
 
@@ -40,7 +57,8 @@ from moeinf.runtime.text.tool_values import (
 class Format:
     """A format of calls. close "": a call ends with the answer.
 
-    read: the text between the marks → calls; [] if it is something else. Raises Unfinished. write:
+    read: the text between the marks → calls; [] if it is something else. Raises Unfinished. ends:
+    that text → what decides at later end marks; it takes the text from its first character. write:
     a tool's name → the text before and after its arguments in JSON, marks included. It is not valid
     in templates that contain one of the words of `unless`. words: a template of this format has all
     of them; (): it has `open`.
@@ -48,12 +66,13 @@ class Format:
 
     open: str
     close: str
-    read: Callable[[str, Sequence[Tool]], list[Call]]
+    read: Callable[[str, Offered], list[Call]]
     write: Callable[[str], tuple[str, str]] | None = None
     unless: tuple[str, ...] = ()
     bare: Format | None = None  # the start of a call without `open`; `close` may follow
     id_length: int = 0  # of the ids that the template requires; 0: any
     words: tuple[str, ...] = ()
+    ends: Callable[[str], Ends] | None = None
 
 
 def knows_tools(template: str | None) -> bool:
@@ -81,17 +100,24 @@ def format_of(template: str | None) -> Format | None:
     )
 
 
-def _tagged(body: str, tools: Sequence[Tool]) -> list[Call]:
+def _tagged(body: str, tools: Offered) -> list[Call]:
     """Parse the text between <tool_call> and </tool_call>, in one of three formats."""
     body = body.strip()
     if body.startswith(("{", "[")):
         return _json(body, tools)
-    if body.startswith("<function="):
-        return _parameters(body, tools)
-    return _keys(body, tools)
+    if body.startswith(FUNCTION):
+        return parameters(body, tools)
+    return keys(body, tools)
 
 
-def _json(body: str, tools: Sequence[Tool]) -> list[Call]:
+def _tagged_ends(body: str) -> Ends:
+    body = body.lstrip()
+    if body.startswith(("{", "[")):
+        return JsonText()
+    return Closed(FUNCTION_END) if body.startswith(FUNCTION) else Paired(VALUE, VALUE_END)
+
+
+def _json(body: str, tools: Offered) -> list[Call]:
     found = _loaded(load_json, body)
     return all_or_none(
         [checked(one, tools) for one in (found if isinstance(found, list) else [found])]
@@ -109,86 +135,25 @@ def _loaded(load: Callable[[str], Any], text: str) -> Any:
 
 
 _DECODER = json.JSONDecoder()
-_FUNCTION = re.compile(r"<function=([^>\n]+)>(.*)</function>", re.DOTALL)
-_NEXT = re.compile(r"(</parameter>|<function=[^<>\n]+>)\s*</function>\s*(?=<function=([^<>\n]+)>)")
-_PARAMETER = re.compile(
-    r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|\Z))", re.DOTALL
-)
-_KEY = re.compile(
-    r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>(?=\s*(?:<arg_key>|\Z))", re.DOTALL
-)
 
 
-def _parameters(body: str, tools: Sequence[Tool]) -> list[Call]:
-    """Parse one or more calls between the same marks. Raises Unfinished."""
-    calls: list[Call | None] = []
-    for part in _functions(body, tools):
-        found = _FUNCTION.fullmatch(part)
-        if found is None:
-            raise Unfinished("</function> is missing")
-        calls += _typed(found[1], found[2], _PARAMETER, tools) or [None]
-    return all_or_none(calls)
+_ARGS = re.compile(r"(?:\[CALL_ID\]\w++)?+\[ARGS\]\s*+")
+_AGAIN = re.compile(r"\s*+(?:\[TOOL_CALLS\](?!\Z)|\Z)")
 
 
-def _functions(body: str, tools: Sequence[Tool]) -> Iterator[str]:
-    """Cut a body where one function ends and another offered one begins."""
-    begin = 0
-    for found in _NEXT.finditer(body):
-        bare = not found[1].startswith("</")  # without parameters the next mark follows at once
-        if (found.start() == begin or not bare) and offered(found[2].strip(), tools) is not None:
-            yield body[begin : found.end()].rstrip()
-            begin = found.end()
-    yield body[begin:]
-
-
-def _bare(body: str, tools: Sequence[Tool]) -> list[Call]:
-    """Parse the text between <function= and </function>; a value may contain </function>."""
-    if body.count("<parameter=") > body.count("</parameter>"):
-        raise Unfinished("</parameter> is missing")
-    name, _, rest = body.partition(">")
-    return _typed(name, rest, _PARAMETER, tools)
-
-
-def _keys(body: str, tools: Sequence[Tool]) -> list[Call]:
-    if body.count("<arg_value>") > body.count("</arg_value>"):
-        raise Unfinished("</arg_value> is missing")
-    name, mark, rest = body.partition("<arg_key>")
-    return _typed(name, mark + rest, _KEY, tools)
-
-
-def _typed(name: str, text: str, pair: re.Pattern[str], tools: Sequence[Tool]) -> list[Call]:
-    """Read untyped arguments by the types of the tool's schema."""
-    return [] if pair.sub("", text).strip() else _of_types(name, pair.findall(text), tools)
-
-
-def _of_types(name: str, pairs: Sequence[tuple[str, str]], tools: Sequence[Tool]) -> list[Call]:
-    tool = offered(name.strip(), tools)
-    if tool is None:
-        return []
-    parameters = tool.get("parameters")
-    schemas = parameters.get("properties") if isinstance(parameters, Mapping) else None
-    arguments = {}
-    for key, value in pairs:
-        schema = schemas.get(key.strip()) if isinstance(schemas, Mapping) else None
-        arguments[key.strip()] = load_value(value, schema, parameters)
-    return [Call(name.strip(), arguments)]
-
-
-_NAME = re.compile(r"\s*([^\[\]{}\n]+?)(?:\[CALL_ID\]\w+)?\[ARGS\]\s*")
-_AGAIN = re.compile(r"\s*(?:\[TOOL_CALLS\](?!\Z)|\Z)")
-
-
-def _named(body: str, tools: Sequence[Tool]) -> list[Call]:
+def _named(body: str, tools: Offered) -> list[Call]:
     """Parse Mistral's newer calls: a name and JSON, each behind a mark of its own."""
     found: list[Call | None] = []
     at = 0
     while at < len(body):
-        name = _NAME.match(body, at)
-        end = _json_end(body, name.end()) if name is not None else None
+        mark = body.find("[", at)
+        name = body[at : max(at, mark)].lstrip()
+        begin = _ARGS.match(body, mark) if name and not set("]{}\n") & set(name) else None
+        end = _json_end(body, begin.end()) if begin is not None else None
         after = _AGAIN.match(body, end) if end is not None else None
-        if name is None or after is None:
+        if begin is None or after is None:
             return []
-        found.append(call_of(name[1], body[name.end() : end], tools))
+        found.append(call_of(name, body[begin.end() : end], tools))
         at = after.end()
     return all_or_none(found)
 
@@ -204,7 +169,7 @@ def _json_end(text: str, at: int) -> int | None:
 _SEP, _CALL_BEGIN, _CALL_END = "<｜tool▁sep｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 
 
-def _deepseek(body: str, tools: Sequence[Tool]) -> list[Call]:
+def _deepseek(body: str, tools: Offered) -> list[Call]:
     """Parse DeepSeek's calls: type, name and a block of JSON (V3, R1), or name and JSON (V3.1)."""
     found = []
     for part in body.split(_CALL_BEGIN)[1:]:
@@ -218,58 +183,27 @@ def _deepseek(body: str, tools: Sequence[Tool]) -> list[Call]:
 
 _KIMI_CALL, _KIMI_END = "<|tool_call_begin|>", "<|tool_call_end|>"
 _KIMI_ARGUMENTS = "<|tool_call_argument_begin|>"
-_KIMI_NAME = re.compile(r"(?:functions\.)?(.+?)(?::[0-9]+)?", re.DOTALL)
 
 
-def _kimi(body: str, tools: Sequence[Tool]) -> list[Call]:
+def _kimi(body: str, tools: Offered) -> list[Call]:
     """Parse Kimi's calls: a name with a number, and JSON."""
     found = []
     for part in body.split(_KIMI_CALL)[1:]:
         before, _, after = part.partition(_KIMI_ARGUMENTS)
-        name = _KIMI_NAME.fullmatch(before.strip())
+        name = before.strip().removeprefix("functions.")
+        first, _, number = name.rpartition(":")
         arguments = after.rpartition(_KIMI_END)[0] if _KIMI_END in after else after
-        found.append(None if name is None else call_of(name[1], arguments, tools))
+        counted = bool(first) and number.isascii() and number.isdecimal()
+        found.append(call_of(first if counted else name, arguments, tools))
     return all_or_none(found)
 
 
-_INVOKE, _NAMED = '<invoke name="', '<parameter name="'
-
-
-def _invoked(body: str, tools: Sequence[Tool]) -> list[Call]:
-    """Parse MiniMax's calls: elements with a name. Raises Unfinished."""
-    first, *parts = body.split(_INVOKE)
-    if first.strip() or not parts:
-        return []
-    if not parts[-1].rstrip().endswith("</invoke>"):
-        raise Unfinished("</invoke> is missing")
-    calls: list[Call | None] = []
-    for part in parts:
-        name, mark, rest = part.rstrip().partition('">')
-        if not mark or not rest.endswith("</invoke>"):
-            return []
-        space, *values = rest.removesuffix("</invoke>").split(_NAMED)
-        pairs = [_pair(value.rstrip()) for value in values]
-        known = [pair for pair in pairs if pair is not None]
-        if space.strip() or len(known) < len(pairs):
-            return []
-        calls += _of_types(name, known, tools) or [None]
-    return all_or_none(calls)
-
-
-def _pair(text: str) -> tuple[str, str] | None:
-    """Return the name and the value of `NAME">VALUE</parameter>`."""
-    name, mark, value = text.partition('">')
-    if not mark or not value.endswith("</parameter>"):
-        return None
-    return name, value.removesuffix("</parameter>")
-
-
-def _python(body: str, tools: Sequence[Tool]) -> list[Call]:
+def _python(body: str, tools: Offered) -> list[Call]:
     found = _loaded(load_calls, body) or ()
     return all_or_none([checked({"name": n, "arguments": a}, tools) for n, a in found])
 
 
-def _bare_keys(body: str, tools: Sequence[Tool]) -> list[Call]:
+def _bare_keys(body: str, tools: Offered) -> list[Call]:
     """Parse one call of Gemma 4, whose arguments are JSON if it was forced. Raises Unfinished."""
     name, mark, rest = body.strip().removeprefix("call:").partition("{")
     quoted = rest.lstrip().startswith('"')
@@ -282,41 +216,16 @@ _SOLAR_NAME, _SOLAR_ARGUMENTS = "<|tool_call:name|>", "<|tool_call:args|>"
 _SOLAR_ID = "a1b2c3d4e5"  # the example of its template; a client gets an id of ours
 
 
-def _solar(body: str, tools: Sequence[Tool]) -> list[Call]:
+def _bare_keys_ends(body: str) -> Ends:
+    begin = body.partition("{")[2].lstrip()
+    return Begun(JsonText() if begin.startswith('"') else Converted(BareKeys()), "{")
+
+
+def _solar(body: str, tools: Offered) -> list[Call]:
     """Parse one call of Solar-Open: an id, a name, and JSON. Raises Unfinished."""
     name, _, arguments = body.partition(_SOLAR_NAME)[2].partition(_SOLAR_ARGUMENTS)
     found = _loaded(load_json, arguments)
     return all_or_none([checked({"name": name.strip(), "arguments": found}, tools)])
-
-
-_DSML_INVOKE = re.compile(
-    r'\s*<｜DSML｜invoke name="([^"\n]+)">(.*?)</｜DSML｜invoke>(?=\s*(?:<｜DSML｜invoke |\Z))',
-    re.DOTALL,
-)
-_DSML_PARAMETER = re.compile(
-    r'\s*<｜DSML｜parameter name="([^"\n]+)" string="(true|false)">(.*?)</｜DSML｜parameter>'
-    r"(?=\s*(?:<｜DSML｜parameter |\Z))",
-    re.DOTALL,
-)
-
-
-def _dsml(body: str, tools: Sequence[Tool]) -> list[Call]:
-    """Parse DeepSeek-V3.2's and V4's calls: a parameter says if it is a string, else it is JSON."""
-    if not body.rstrip().endswith("</｜DSML｜invoke>"):
-        raise Unfinished("</｜DSML｜invoke> is missing")
-    if _DSML_INVOKE.sub("", body).strip():
-        return []
-    calls: list[Call | None] = []
-    for name, text in _DSML_INVOKE.findall(body):
-        if _DSML_PARAMETER.sub("", text).strip():
-            return []
-        found = _DSML_PARAMETER.findall(text)
-        arguments = {
-            key: value if kind == "true" else load_value(value, None, None)
-            for key, kind, value in found
-        }
-        calls.append(checked({"name": name, "arguments": arguments}, tools))
-    return all_or_none(calls)
 
 
 def _object(name: str) -> tuple[str, str]:
@@ -352,23 +261,35 @@ def _solar_between(name: str) -> tuple[str, str]:
 def _dsml_format(element: str) -> Format:
     """Return a format of DeepSeek, whose templates join its marks from pieces."""
     marks = f"<｜DSML｜{element}>", f"</｜DSML｜{element}>"
-    return Format(*marks, _dsml, words=("｜DSML｜", f"{element}>"))
+    words = ("｜DSML｜", f"{element}>")
+    return Format(*marks, dsml, words=words, ends=lambda _: Closed(DSML_INVOKE_END))
 
 
-_LFM2 = Format("<|tool_call_start|>", "<|tool_call_end|>", _python)
+_TAGGED = Format("<tool_call>", "</tool_call>", _tagged, ends=_tagged_ends)
+_BARE = Format(FUNCTION, FUNCTION_END, bare, ends=lambda _: Paired(PARAMETER, PARAMETER_END))
+_LFM2 = Format(
+    "<|tool_call_start|>",
+    "<|tool_call_end|>",
+    _python,
+    ends=lambda _: Converted(PythonCalls()),
+)
 FORMATS = (
-    Format("<tool_call>", "</tool_call>", _tagged, bare=Format("<function=", "</function>", _bare)),
+    replace(_TAGGED, bare=_BARE),
+    replace(_TAGGED, write=_between("<tool_call>\n", "\n</tool_call>"), unless=("<arg_key>",)),
     Format(
-        "<tool_call>",
-        "</tool_call>",
-        _tagged,
-        _between("<tool_call>\n", "\n</tool_call>"),
-        unless=("<arg_key>",),
+        "<minimax:tool_call>",
+        "</minimax:tool_call>",
+        invoked,
+        ends=lambda _: Closed(INVOKE_END),
     ),
-    Format("<minimax:tool_call>", "</minimax:tool_call>", _invoked),
-    Format("<|tool_call>", "<tool_call|>", _bare_keys, _gemma_between),
+    Format("<|tool_call>", "<tool_call|>", _bare_keys, _gemma_between, ends=_bare_keys_ends),
     Format(
-        "<|tool_call:begin|>", "<|tool_call:end|>", _solar, _solar_between, id_length=len(_SOLAR_ID)
+        "<|tool_call:begin|>",
+        "<|tool_call:end|>",
+        _solar,
+        _solar_between,
+        id_length=len(_SOLAR_ID),
+        ends=lambda _: Begun(JsonText(), _SOLAR_ARGUMENTS, keep=False),
     ),
     Format("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", _deepseek),
     Format("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", _kimi, _kimi_between),
@@ -377,7 +298,13 @@ FORMATS = (
     _dsml_format("function_calls"),
     _dsml_format("tool_calls"),
     Format("<|tool_call|>", "", _json, _between("<|tool_call|>[", "]")),
-    Format("<tool_calls>", "</tool_calls>", _json, _between("<tool_calls>[", "]</tool_calls>")),
+    Format(
+        "<tool_calls>",
+        "</tool_calls>",
+        _json,
+        _between("<tool_calls>[", "]</tool_calls>"),
+        ends=lambda _: JsonText(),
+    ),
     Format(
         "[TOOL_CALLS]",
         "",

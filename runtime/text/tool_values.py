@@ -14,33 +14,31 @@ from typing import Any, NoReturn
 
 _MOST_NODES = 64  # of a parameter's schema; deeper parts are ignored
 _NULLS = ("null", "None")
-_CALL = re.compile(r"\s*([A-Za-z_][\w.-]*)\s*\(")
-_KEY = re.compile(r"\s*([A-Za-z_]\w*)\s*=")
-_END, _COMMA, _LAST = re.compile(r"\s*\)"), re.compile(r"\s*,"), re.compile(r"\s*\Z")
-_LAST_OF_LIST = re.compile(r"\s*\]\Z")
+_CALL = re.compile(r"\s*+([A-Za-z_][\w.-]*+)\s*+\(")
+_KEY = re.compile(r"\s*+([A-Za-z_]\w*+)\s*+=")
+_END, _COMMA, _LAST = re.compile(r"\s*+\)"), re.compile(r"\s*+,"), re.compile(r"\s*+\Z")
+_LAST_OF_LIST = re.compile(r"\s*+\]\s*+\Z")
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 _ESCAPE = re.compile(
     r"\\(?:([\\'\"nrt])|x([0-9a-f]{2})|u([0-9a-f]{4})|U(000[0-9a-f]{5}|0010[0-9a-f]{4}))"
 )
-_STRICT = r"'(?:[^'\\\n]|\\.)*'|\"(?:[^\"\\\n]|\\.)*\""
+_STRICT = r"'(?:[^'\\\n]|\\.)*+'|\"(?:[^\"\\\n]|\\.)*+\""
 # LFM2.5 escapes neither line ends nor quotes in a text. A quote is part of the text unless what
 # follows it may follow a value.
-_AFTER = r"\s*(?:[,)\]}:]|\Z)"
-_LOOSE = "|".join(
-    rf"{quote}(?:[^{quote}\\]|(?s:\\.)|{quote}(?!{_AFTER}))*{quote}(?={_AFTER})" for quote in "'\""
+_AFTER = r"\s*+(?:[,)\]}:]|\Z)"
+_LOOSE = {quote: re.compile(rf"(?:[^{quote}\\]|(?s:\\.)|{quote}(?!{_AFTER}))*+") for quote in "'\""}
+_OTHERS = (
+    r"(?P<space>\s++)|(?P<mark>[\[\]{},:])|(?P<word>True|False|None|true|false|null)\b"
+    r"|(?P<number>-?[0-9]++(?:\.[0-9]++)?+(?:e[+-]?[0-9]++)?+)(?![\w.])"
 )
-_LITERAL = (
-    r"(?P<space>\s+)|(?P<mark>[\[\]{},:])|(?P<word>True|False|None|true|false|null)\b"
-    r"|(?P<number>-?[0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)(?![\w.])|(?P<text>TEXT)"
-)
-_PYTHON, _CALLED = (re.compile(_LITERAL.replace("TEXT", text)) for text in (_STRICT, _LOOSE))
+_LITERAL = re.compile(_OTHERS)
+_PYTHON = re.compile(f"{_OTHERS}|(?P<text>{_STRICT})")
 
 
 _QUOTE = '<|"|>'  # Gemma 4's, which is one token; a text between two has no escapes
 _BARE = re.compile(
-    r"(?P<key>(?<=[{,])\s*[^\s\[\]{},:<][^\[\]{},:<]*(?=:))|(?P<space>\s+)"
-    r"|(?P<text><\|\"\|>.*?<\|\"\|>)|(?P<mark>[\[\]{},:])|(?P<word>[\w.+-]+)",
-    re.DOTALL,
+    r"(?P<key>(?<=[{,])\s*+[^\s\[\]{},:<][^\[\]{},:<]*+(?=:))|(?P<space>\s++)"
+    r"|(?P<mark>[\[\]{},:])|(?P<word>[\w.+-]++)"
 )
 
 
@@ -91,40 +89,87 @@ def load_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
     A text may have line ends and quotes that are not escaped. Raises Unfinished if it ends inside a
     string, ValueError for anything else.
     """
-    text = text.strip()
-    at = 1 if text.startswith("[") else 0
-    last, calls = _LAST_OF_LIST if at else _LAST, []
-    while True:
+    return PythonCalls().add(text)
+
+
+class PythonCalls:
+    """Python calls that may come in several texts; each but the first continues a string."""
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._calls: list[tuple[str, dict[str, Any]]] = []
+        self._name: str | None = None  # of the call whose arguments follow
+        self._found: list[str] = []  # the JSON of its arguments
+        self._depth, self._key = 0, True
+        self._string: list[str] | None = None  # the quote and the pieces of the open string
+        self._last: re.Pattern[str] | None = None  # what ends all calls
+
+    def add(self, text: str) -> list[tuple[str, dict[str, Any]]]:
+        """Return the calls that end here. Raises Unfinished if more must come, ValueError."""
+        text, at = self._held + text, 0
+        self._held = ""
+        if self._last is None:
+            text = text.lstrip()
+            self._last = _LAST_OF_LIST if text.startswith("[") else _LAST
+            at = 1 if text.startswith("[") else 0
+        while True:
+            if self._name is None:
+                at = self._begin(text, at)
+            at = self._arguments(text, at)
+            if self._last.match(text, at):
+                return self._calls
+            comma = _COMMA.match(text, at)
+            if comma is None:
+                raise ValueError("not a list of calls")
+            at = comma.end()
+
+    def _begin(self, text: str, at: int) -> int:
         begin = _CALL.match(text, at)
         if begin is None:
             raise ValueError("not a call")
-        found, at = _arguments(text, begin.end())
-        calls.append((begin[1], load_json(found)))
-        if last.match(text, at):
-            return calls
-        comma = _COMMA.match(text, at)
-        if comma is None:
-            raise ValueError("not a list of calls")
-        at = comma.end()
+        self._name, self._found = begin[1], ["{"]
+        self._depth, self._key = 0, True
+        return begin.end()
 
+    def _arguments(self, text: str, at: int) -> int:
+        """Convert named arguments to JSON; return the place behind their closing bracket."""
+        while at < len(text):
+            if self._string is not None or text[at] in "'\"":
+                at = self._text(text, at)
+                continue
+            name = _KEY.match(text, at) if not self._depth and self._key else None
+            if name is not None:
+                self._found.append(f"{json.dumps(name[1])}:")
+                at, self._key = name.end(), False
+                continue
+            if not self._depth and (end := _END.match(text, at)) is not None:
+                self._calls.append((self._name or "", load_json("".join([*self._found, "}"]))))
+                self._name = None
+                return end.end()
+            word, size = _token(text, at, _LITERAL)
+            self._depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(word, 0)
+            self._key = not self._depth and word == ","
+            self._found.append(word)
+            at += size
+        raise Unfinished("the call has no end")
 
-def _arguments(text: str, at: int) -> tuple[str, int]:
-    """Return the JSON of named arguments, and the place behind their closing bracket."""
-    found, depth, key = ["{"], 0, True
-    while at < len(text):
-        name = _KEY.match(text, at) if not depth and key else None
-        if name is not None:
-            found.append(f"{json.dumps(name[1])}:")
-            at, key = name.end(), False
-            continue
-        if not depth and (end := _END.match(text, at)) is not None:
-            return "".join([*found, "}"]), end.end()
-        word, size = _token(text, at, _CALLED)
-        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(word, 0)
-        key = not depth and word == ","
-        found.append(word)
-        at += size
-    raise Unfinished("the call has no end")
+    def _text(self, text: str, at: int) -> int:
+        """Take a string, or the next part of one; return the place behind it. Raises Unfinished.
+
+        A quote at the end of the text ends the string, unless more text follows.
+        """
+        if self._string is None:
+            self._string = [text[at]]
+            at += 1
+        part = _LOOSE[self._string[0]].match(text, at)
+        end = at if part is None else part.end()
+        self._string.append(text[at:end])
+        if _LAST.match(text, end + 1) or end == len(text) or text[end] == "\\":
+            self._held = text[end:]
+            raise Unfinished("a string has no end")
+        self._found.append(json.dumps(_ESCAPE.sub(_character, "".join(self._string[1:]))))
+        self._string, self._key = None, False
+        return end + 1
 
 
 def _no_number(name: str) -> NoReturn:
@@ -174,13 +219,13 @@ def _json_of_python(text: str) -> str:
         raise ValueError("a string")
     found, at = [], 0
     while at < len(text):
-        word, size = _token(text, at)
+        word, size = _token(text, at, _PYTHON)
         found.append(word)
         at += size
     return "".join(found)
 
 
-def _token(text: str, at: int, literal: re.Pattern[str] = _PYTHON) -> tuple[str, int]:
+def _token(text: str, at: int, literal: re.Pattern[str]) -> tuple[str, int]:
     """Return the JSON of the token of a Python literal at a place, and its length there."""
     token = literal.match(text, at)
     if token is None:
@@ -200,23 +245,46 @@ def json_of_bare_keys(text: str) -> str:
 
     Raises Unfinished if it ends inside a text, ValueError for anything else.
     """
-    found, at = [], 0
-    while at < len(text):
-        token = _BARE.match(text, at)
-        if token is None and text.startswith(_QUOTE, at):
+    return BareKeys().add(text)
+
+
+class BareKeys:
+    """An object of Gemma 4 that may come in several texts; each but the first continues a text."""
+
+    def __init__(self) -> None:
+        self._found: list[str] = []
+        self._string: list[str] | None = None  # the pieces of the open text
+
+    def add(self, text: str) -> str:
+        """Return the JSON that ends here. Raises Unfinished if more must come, ValueError."""
+        at = 0
+        while at < len(text):
+            if self._string is not None:
+                end = text.find(_QUOTE, at)
+                self._string.append(text[at:] if end < 0 else text[at:end])
+                if end < 0:
+                    raise Unfinished("a text has no end")
+                self._found.append(json.dumps("".join(self._string), ensure_ascii=False))
+                self._string, at = None, end + len(_QUOTE)
+            elif text.startswith(_QUOTE, at):
+                self._string, at = [], at + len(_QUOTE)
+            else:
+                at = self._token(text, at)
+        if self._string is not None:
             raise Unfinished("a text has no end")
+        return "".join(self._found)
+
+    def _token(self, text: str, at: int) -> int:
+        token = _BARE.match(text, at)
         if token is None:
             raise ValueError("not an object")
-        at = token.end()
         kind, word = token.lastgroup, token[0]
-        if kind == "text":
-            word = json.dumps(word[len(_QUOTE) : -len(_QUOTE)], ensure_ascii=False)
-        elif kind == "key":
+        if kind == "key":
             word = json.dumps(word.strip(), ensure_ascii=False)
         elif kind == "word":
             word = _WORDS.get(word, word)
-        found.append(word)
-    return "".join(found)
+        self._found.append(word)
+        return token.end()
 
 
 def _character(escape: re.Match[str]) -> str:

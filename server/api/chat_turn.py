@@ -39,6 +39,7 @@ from moeinf.server.api.answers import BadRequest, events
 from moeinf.server.api.prompts import refuse_sources
 from moeinf.server.engines.jobs import Job
 from moeinf.server.engines.model_manager import Loaded, ModelManager
+from moeinf.server.http.bodies import FREE_BYTES, in_thread
 
 if TYPE_CHECKING:
     from moeinf.runtime.engine.engine import Engine
@@ -118,6 +119,17 @@ class Text:
         refuse_sources(engine)
         return text_prompt(engine, self._text)
 
+    @property
+    def held(self) -> int:
+        """The number of characters of a call that has not ended."""
+        return 0
+
+    def parts(self, text: str) -> list[Part]:
+        return list(self.parse(text))
+
+    def last_parts(self) -> list[Part]:
+        return list(self.end())
+
     def parse(self, text: str) -> Iterator[Part]:
         if text:
             yield "answer", text
@@ -185,6 +197,10 @@ class Chat(Text):
         self.dropped = len(said) - len(kept)
         return ids
 
+    @property
+    def held(self) -> int:
+        return 0 if self._speech is None else self._speech.held
+
     def parse(self, text: str) -> Iterator[Part]:
         if self._speech is None:
             yield from super().parse(text)
@@ -231,10 +247,12 @@ async def parsed(
         if isinstance(event, Reading):
             yield event
         else:
-            yield AnswerPiece(list(turn.parse(event.text)), event.info, event.tokens)
+            long = turn.held + len(event.text) > FREE_BYTES
+            parts = await in_thread(turn.parts, event.text) if long else turn.parts(event.text)
+            yield AnswerPiece(parts, event.info, event.tokens)
         event = await anext(answer)
     assert isinstance(event, Ended | Failed)  # vectors are of jobs that embed
-    rest = list(turn.end())
+    rest = await in_thread(turn.last_parts) if turn.held > FREE_BYTES else turn.last_parts()
     if rest:
         yield AnswerPiece(rest)
     yield event

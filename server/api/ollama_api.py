@@ -46,7 +46,7 @@ from moeinf.server.api.openai_format import lossy_of
 from moeinf.server.api.prompts import MessageExtras
 from moeinf.server.engines.jobs import Job
 from moeinf.server.engines.model_manager import Loaded, ModelManager
-from moeinf.server.http.bodies import JsonRoute
+from moeinf.server.http.bodies import JsonRoute, aside
 from moeinf.server.http.json_text import Answer, dump
 from moeinf.server.http.request_log import notes_of
 
@@ -133,7 +133,7 @@ async def generate(asked: GenerateRequest, request: Request) -> Response:
 async def chat(asked: ChatRequest, request: Request) -> Response:
     if any(message.images for message in asked.messages):
         raise BadRequest("models here read text only")
-    messages = [message.dump() for message in asked.messages]
+    messages = await aside(request, lambda: [message.dump() for message in asked.messages])
 
     def said(reply: Reply) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": reply.answer}

@@ -49,7 +49,7 @@ from moeinf.server.api.prompts import refuse_sources
 from moeinf.server.api.tool_choice import chosen_tools, effort_of
 from moeinf.server.engines.jobs import Job
 from moeinf.server.engines.model_manager import Loaded, ModelManager
-from moeinf.server.http.bodies import JsonRoute
+from moeinf.server.http.bodies import JsonRoute, aside
 from moeinf.server.http.json_text import Answer, dump
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ class _Kind:
 @router.post("/chat/completions")
 async def chat_completions(asked: ChatRequest, request: Request) -> Response:
     asked.check_others(request)
-    messages = [plain(message) for message in asked.messages]
+    messages = await aside(request, lambda: [plain(message) for message in asked.messages])
     named = asked.tool_choice.function.name if isinstance(asked.tool_choice, ToolChoice) else None
     choice = asked.tool_choice if isinstance(asked.tool_choice, str) else None
     tools, must_call = chosen_tools(offered_by(asked.tools or []), choice, named)

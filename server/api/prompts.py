@@ -6,6 +6,7 @@ It never takes a template from a request.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict
@@ -64,20 +65,28 @@ def unread(kind: str) -> str:
     return f"[{kind}: left out, this model reads text only]"
 
 
-def add_turn(found: list[dict[str, Any]], turn: dict[str, Any]) -> None:
-    """Add a message for a template; join it with the one before if both have the same role.
+def joined_turns(turns: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages for a template, in which those of one role that follow each other are one.
 
     Templates refuse two turns of one role. A tool's result always stays apart.
     """
-    last = found[-1] if found else None
-    if last is None or last["role"] != turn["role"] or turn["role"] == "tool":
-        found.append(turn)
-        return
-    for name in ("content", "reasoning_content"):
-        if turn.get(name):
-            last[name] = joined([last.get(name, ""), turn[name]])
-    if "tool_calls" in turn:
-        last["tool_calls"] = [*last.get("tool_calls", ()), *turn["tool_calls"]]
+    found: list[dict[str, Any]] = []
+    groups = groupby(enumerate(turns), lambda one: (one[1]["role"], _apart(*one)))
+    for _, group in groups:
+        said = [turn for _, turn in group]
+        whole = said[0]
+        for name in ("content", "reasoning_content") if len(said) > 1 else ():
+            text = joined(turn.get(name) or "" for turn in said)
+            if text or name in whole:
+                whole[name] = text
+        calls = [call for turn in said for call in turn.get("tool_calls", ())]
+        found.append({**whole, "tool_calls": calls} if calls else whole)
+    return found
+
+
+def _apart(place: int, turn: dict[str, Any]) -> int | None:
+    """Return a number of its own for a turn that is never joined."""
+    return place if turn["role"] == "tool" else None
 
 
 def refuse_sources(engine: Engine) -> None:

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
-from fastapi import Request, Response
+from fastapi import HTTPException, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 
 from moeinf.runtime.library.blobs import MOST_BLOB_BYTES
-from moeinf.runtime.request_json import BadJson, parse
+from moeinf.runtime.request_json import BadJson, count_containers, load
 from moeinf.server.http.refusals import BadBody, BodiesTooLong, BodyLate, BodyTooLong
 
 MOST_BODY_BYTES = 8 << 20
@@ -25,6 +27,9 @@ ALL_BODIES_BYTES = 64 << 20
 FREE_BYTES = 64 << 10  # of each body: short requests are taken despite long ones
 FREE_CONTAINERS, CONTAINER_BYTES = 128, 1 << 10  # objects and lists, checked and rendered
 _MOST_CONTAINERS_BYTES = ALL_BODIES_BYTES - MOST_BODY_BYTES  # one body alone is always taken
+
+_PARSING = ThreadPoolExecutor(2, "parsing")
+_T = TypeVar("_T")
 
 
 def most_bytes(method: str, path: str) -> int:
@@ -78,6 +83,11 @@ class Body:
         return message
 
     @property
+    def long(self) -> bool:
+        """Whether the body is parsed off the event loop."""
+        return self._bytes > FREE_BYTES
+
+    @property
     def _streamed(self) -> bool:
         return self._most > MOST_BODY_BYTES
 
@@ -110,16 +120,42 @@ class Body:
 class JsonRequest(Request):
     """A request whose JSON is bounded before it is parsed. The Guard gives its state a Body."""
 
+    def __init__(self, scope: Any, receive: Any, field: Any = None) -> None:
+        """field: of the endpoint that the body is for; None: the value is not checked."""
+        super().__init__(scope, receive)
+        self._field = field
+
     async def json(self) -> Any:
-        """Return the body's value. Raises BadBody and what Body raises."""
+        """Return the body's value, checked if the body is long.
+
+        Raises BadBody, what Body raises, and InvalidBody.
+        """
         body = await self.body()
         try:
-            text = body.decode(json.detect_encoding(body), "surrogatepass")
-            return parse(text, self.state.body.admit)
+            text, containers = await aside(self, _read, body)
+            self.state.body.admit(containers)
+            return await aside(self, self._load, text)
         except UnicodeDecodeError as error:
             raise BadBody("the body is not text in UTF-8") from error
         except BadJson as error:
             raise BadBody(str(error)) from error
+
+    def _load(self, text: str) -> Any:
+        value = load(text)
+        if self._field is None or not self.state.body.long:
+            return value
+        checked, errors = self._field.validate(value, {}, loc=("body",))
+        if errors:
+            raise InvalidBody(errors)
+        return checked
+
+
+class InvalidBody(HTTPException):
+    """The fields of a long body are invalid. FastAPI passes on errors of this kind alone."""
+
+    def __init__(self, errors: Sequence[Any]) -> None:
+        super().__init__(400)
+        self.errors = errors
 
 
 class JsonRoute(APIRoute):
@@ -127,8 +163,28 @@ class JsonRoute(APIRoute):
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
+        field = self.body_field if self.dependant.body_params == [self.body_field] else None
 
         async def handle_bounded(request: Request) -> Response:
-            return await handle(JsonRequest(request.scope, request.receive))
+            try:
+                return await handle(JsonRequest(request.scope, request.receive, field))
+            except InvalidBody as error:
+                raise RequestValidationError(error.errors) from error
 
         return handle_bounded
+
+
+async def aside(request: Request, work: Callable[..., _T], *args: Any) -> _T:
+    """Return what `work` returns. It runs in a thread if the request's body is long."""
+    return await in_thread(work, *args) if request.state.body.long else work(*args)
+
+
+async def in_thread(work: Callable[..., _T], *args: Any) -> _T:
+    """Return what `work` returns, from a thread that only parses and writes texts."""
+    return await asyncio.get_running_loop().run_in_executor(_PARSING, work, *args)
+
+
+def _read(body: bytes) -> tuple[str, int]:
+    """Return a body's text, and the number of its objects and lists."""
+    text = body.decode(json.detect_encoding(body), "surrogatepass")
+    return text, count_containers(text)

@@ -32,7 +32,7 @@ class RequestNotes:
 
     def ignore(self, names: Iterable[str]) -> None:
         """Add the fields of the request that have no effect here."""
-        self.ignored += names
+        self.ignored = list(dict.fromkeys([*self.ignored, *names]))
 
 
 def notes_of(request: Request) -> RequestNotes:

@@ -4,7 +4,7 @@ import { attachments, settings } from "./ask.js";
 import * as tree from "./branches.js";
 import * as history from "./history.js";
 import { markdown } from "./markdown.js";
-import { bytes, confirmation, copyButton, el, figure, percent, renew } from "./parts.js";
+import { append, bytes, confirmation, copyButton, el, figure, percent, renew } from "./parts.js";
 import { Unreachable } from "./shell.js";
 
 const DRAW_MS = 100; // between two drawings of an answer that grows
@@ -72,7 +72,7 @@ export function mount(section, shell) {
     let same = 0;
     while (same < nodes.length && shown[same]?.node === nodes[same]) shown[same++].renew();
     shown.slice(same).forEach((other) => other.remove());
-    said.append(...nodes.slice(same).map(messageOf));
+    append(said, nodes.slice(same).map(messageOf));
     if (!nodes.length) {
       said.append(el("p", { class: "empty", text: "Answers come from this machine. Nothing leaves it." }));
     }
@@ -193,7 +193,7 @@ export function mount(section, shell) {
     const { message = {}, prompt_progress: progress } = line;
     node.text += message.content ?? "";
     node.thinking += message.thinking ?? "";
-    if (message.tool_calls) node.calls.push(...message.tool_calls);
+    if (message.tool_calls) node.calls = node.calls.concat(message.tool_calls);
     if (progress) {
       node.state = `Reading the prompt: ${progress.processed} of ${progress.total} tokens`;
     } else if (line.done) {
@@ -250,7 +250,7 @@ export function mount(section, shell) {
       el("button", { type: "button", "aria-label": `Delete ${title}`, text: "Delete", click: async () => {
         if (await ask.confirmed(`Delete the chat ${title}?`)) erase(id === talk.id, () => history.remove(id));
       } })));
-    kept.replaceChildren(el("ul", {}, ...rows), el("div", { class: "buttons" },
+    kept.replaceChildren(el("ul", {}, rows), el("div", { class: "buttons" },
       el("button", { type: "button", text: "Export", disabled: !talks.length,
         click: () => tried(async () => save(await history.all())) }),
       el("button", { type: "button", text: "Delete all", disabled: !talks.length, click: async () => {

@@ -134,8 +134,8 @@ function table(lines, at, place) {
   };
   const rows = taken(lines, at + 2, (line) => line.includes("|"));
   place.append(el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Table" },
-    el("table", {}, el("thead", {}, el("tr", {}, ...cells(lines[at], "th"))),
-      el("tbody", {}, ...rows.map((row) => el("tr", {}, ...cells(row, "td")))))));
+    el("table", {}, el("thead", {}, el("tr", {}, cells(lines[at], "th"))),
+      el("tbody", {}, rows.map((row) => el("tr", {}, cells(row, "td")))))));
   return at + 2 + rows.length;
 }
 

@@ -1,6 +1,6 @@
 // The pane Models: what is installed, whether it runs here, and how it comes, is checked and goes.
 
-import { bytes, confirmation, el, facts, say } from "./parts.js";
+import { append, bytes, confirmation, el, facts, say } from "./parts.js";
 import { planIn } from "./plan.js";
 
 export function mount(section, shell) {
@@ -84,7 +84,9 @@ export function mount(section, shell) {
       if (mine.signal.aborted) return;
       const here = new Set(loaded.map((one) => one.model));
       state.textContent = models.length ? "" : "No model is installed. Type demo above and pull it.";
-      cards.replaceChildren(...models.map((one) => checking.get(one.model) ?? card(one, here.has(one.model))));
+      const shown = models.map((one) => checking.get(one.model) ?? card(one, here.has(one.model)));
+      cards.replaceChildren();
+      append(cards, shown);
     } catch (error) {
       if (mine.signal.aborted) return;
       say(state, error.message);

@@ -1,6 +1,14 @@
 // Small pieces that the panes use: DOM nodes, numbers in words, sharp canvases, a question.
 
-// Return an element. Text is set as text, never as markup; a value that is a function is a listener.
+// Append to a node. An array may have more children than a call takes arguments.
+export function append(node, children) {
+  for (const child of children) {
+    if (child != null) node.append(child);
+  }
+  return node;
+}
+
+// Return an element; an array stands for its members. Text is set as text, never as markup; a value that is a function is a listener.
 export function el(tag, about = {}, ...children) {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(about)) {
@@ -10,15 +18,14 @@ export function el(tag, about = {}, ...children) {
     else if (value === true) node.setAttribute(name, "");
     else if (value !== false && value != null) node.setAttribute(name, value);
   }
-  node.append(...children.filter((child) => child != null));
-  return node;
+  return append(node, children.flat());
 }
 
 // Set the text of a node; parts between backquotes are code.
 export function say(node, text) {
   const parts = text.split("`").map((part, number) => (number % 2 ? el("code", { text: part }) : part));
-  node.replaceChildren(...parts);
-  return node;
+  node.replaceChildren();
+  return append(node, parts);
 }
 
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
@@ -49,7 +56,7 @@ export function table(caption, columns, rows) {
   const body = rows.map(([first, ...rest]) =>
     el("tr", {}, el("th", { scope: "row", text: first }), ...rest.map((text) => el("td", { text }))));
   return el("div", { class: "panes-scroll", tabindex: "0", role: "region", "aria-label": caption },
-    el("table", {}, el("caption", { text: caption }), el("thead", {}, head), el("tbody", {}, ...body)));
+    el("table", {}, el("caption", { text: caption }), el("thead", {}, head), el("tbody", {}, body)));
 }
 
 // Show other nodes in a node. Those at the beginning that come from the same `source` stay, and with them
@@ -58,7 +65,7 @@ export function renew(node, fresh) {
   let same = 0;
   while (same < fresh.length && node.childNodes[same]?.source === fresh[same].source) same += 1;
   while (node.childNodes.length > same) node.lastChild.remove();
-  node.append(...fresh.slice(same));
+  append(node, fresh.slice(same));
 }
 
 // Return a button that copies what `text` returns.

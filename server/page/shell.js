@@ -1,5 +1,6 @@
 // What all panes share: requests with the key, lines of JSON, and the model that is chosen.
 
+import { append } from "./parts.js";
 import * as storage from "./storage.js";
 
 const KEY = "moeinf-key";
@@ -121,7 +122,8 @@ export function shellOf(find) {
     const texts = names.map((name) => states[name] && name !== chosen ? `${name} (${states[name]})` : name);
     if (texts.join("\n") !== shown) {
       shown = texts.join("\n");
-      select.replaceChildren(...texts.map((text, at) => new Option(text, names[at])));
+      select.replaceChildren();
+      append(select, texts.map((text, at) => new Option(text, names[at])));
     }
     select.value = chosen;
     const now = !names.length ? "no model yet: see Models" : states[chosen] ?? "not loaded";

@@ -34,7 +34,7 @@ _MMLU: dict[str, Kind] = {
     "choices": "texts",
     "answer": "integer",
 }
-_FLAN = re.compile(r"(?P<split>[^/]+)/(?P<task>[^/]+)_10templates_(?P=split)\.jsonl")
+_FLAN = re.compile(r"(?P<split>[^/]++)/(?P<task>[^/]+)_10templates_(?P=split)\.jsonl")
 
 
 def dataset_names() -> list[str]:

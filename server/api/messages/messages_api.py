@@ -25,7 +25,7 @@ from moeinf.server.api.messages.answer import (
 )
 from moeinf.server.api.messages.request import CountRequest, MessagesRequest
 from moeinf.server.engines.jobs import Job
-from moeinf.server.http.bodies import JsonRoute
+from moeinf.server.http.bodies import JsonRoute, aside
 from moeinf.server.http.json_text import Answer
 
 router = APIRouter(prefix="/v1/messages", route_class=JsonRoute)
@@ -43,7 +43,7 @@ async def messages(asked: MessagesRequest, request: Request, version: _Version =
     A stream sends a ping at the beginning, and twice a second while it reads a long prompt.
     """
     _check(version)
-    turn, constrain = asked.turn(request)
+    turn, constrain = await aside(request, asked.turn, request)
     job = Job(turn.prepare, asked.sampling(), asked.limits(), constrain=constrain)
     _, told = await begun(request, asked.model, job, turn)
     if asked.stream:
@@ -67,7 +67,7 @@ async def messages(asked: MessagesRequest, request: Request, version: _Version =
 async def count_tokens(asked: CountRequest, request: Request, version: _Version = None) -> Response:
     """Return the number of tokens of a prompt, template included, without an answer."""
     _check(version)
-    turn, _ = asked.turn(request)
+    turn, _ = await aside(request, asked.turn, request)
     turn.shift = False  # a client counts to drop turns of its own choice
     job = Job(turn.prepare, SamplingOptions(), Limits(0), counts=True)
     _, told = await begun(request, asked.model, job, turn)

@@ -16,7 +16,7 @@ from moeinf.server.api.fields.bounds import Few, Listed, StopText
 from moeinf.server.api.fields.optional import RequestObject
 from moeinf.server.api.fields.sampling import Sampled
 from moeinf.server.api.messages.client_tools import described
-from moeinf.server.api.prompts import add_turn, joined, unread
+from moeinf.server.api.prompts import joined, joined_turns, unread
 from moeinf.server.api.tool_choice import chosen_tools, effort_of, own_tools
 from moeinf.server.http.request_log import notes_of
 
@@ -156,25 +156,27 @@ class CountRequest(Sampled):
 
     def _messages(self) -> list[dict[str, Any]]:
         """Return messages in the templates' form. Raises BadRequest."""
-        found: list[dict[str, Any]] = []
-        if self.system:
-            parts = self.system
-            text = parts if isinstance(parts, str) else joined(map(_text, parts))
-            found.append({"role": "system", "content": text})
-        names: dict[str, str] = {}  # of the tools that were called, by the ids of the calls
-        for turn in self.messages:
-            said = turn.content
-            blocks = [ContentBlock(type="text", text=said)] if isinstance(said, str) else said
-            if turn.role == "assistant":
-                add_turn(found, _called(blocks, names))
-                continue
-            for one in _told(turn.role, blocks, names):
-                add_turn(found, one)
+        found = joined_turns(self._turns())
         if all(one["role"] == "system" for one in found):
             raise BadRequest("messages: the turns are empty", "messages")
         if self.is_answered and found[-1]["role"] == "assistant":
             raise BadRequest("messages: an assistant's last turn is not continued here", "messages")
         return found
+
+    def _turns(self) -> Iterator[dict[str, Any]]:
+        """Yield messages in the templates' form, before neighbours of one role are joined."""
+        if self.system:
+            parts = self.system
+            text = parts if isinstance(parts, str) else joined(map(_text, parts))
+            yield {"role": "system", "content": text}
+        names: dict[str, str] = {}  # of the tools that were called, by the ids of the calls
+        for turn in self.messages:
+            said = turn.content
+            blocks = [ContentBlock(type="text", text=said)] if isinstance(said, str) else said
+            if turn.role == "assistant":
+                yield _called(blocks, names)
+            else:
+                yield from _told(turn.role, blocks, names)
 
 
 class MessagesRequest(CountRequest):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, ClassVar, Literal
 
 from fastapi import Request
@@ -16,7 +17,7 @@ from moeinf.server.api.fields.bounds import Few, Listed
 from moeinf.server.api.fields.optional import RequestObject
 from moeinf.server.api.fields.other import REFUSED
 from moeinf.server.api.fields.sampling import Sampled
-from moeinf.server.api.prompts import add_turn, unread
+from moeinf.server.api.prompts import joined_turns, unread
 from moeinf.server.api.tool_choice import chosen_tools, effort_of, own_tools
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -135,21 +136,20 @@ class InputRequest(Sampled):
             return [InputItem(type="message", role="user", content=[part])]
         return self.input or []
 
-    def turn(self, request: Request, items: Sequence[InputItem]) -> tuple[Chat, Constrain | None]:
-        """Return the turn and what constrains its answer; items: the whole conversation.
+    def turn(
+        self, request: Request, items: Sequence[InputItem], is_part: bool = False
+    ) -> tuple[Chat, Constrain | None]:
+        """Return the turn and what constrains its answer.
 
-        Raises BadRequest, BadFormat.
+        is_part: `items` are not the whole conversation. Raises BadRequest, BadFormat.
         """
         self.check_others(request)
         functions = own_tools(list(_functions(self.tools or ())), "function", request)
         offered = [_offered(tool) for tool in functions]
         tools, must_call = self._chosen(offered)
-        messages = list[dict[str, Any]]()
-        if self.instructions:
-            messages.append({"role": "system", "content": self.instructions})
-        for item in items:
-            add_turn(messages, _turn(item))
-        if all(message["role"] == "system" for message in messages):
+        said = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        messages = joined_turns(chain(said, map(_turn, items)))
+        if not is_part and all(message["role"] == "system" for message in messages):
             raise BadRequest("input: the request has no turns", "input")
         effort = None if self.reasoning is None else self.reasoning.effort
         chat = Chat(

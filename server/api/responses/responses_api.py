@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Iterator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request, Response
@@ -11,16 +12,17 @@ from fastapi.responses import StreamingResponse
 from moeinf.runtime.config import Settings
 from moeinf.runtime.generation.events import Ended, Failed, Reading
 from moeinf.runtime.requests import Limits, SamplingOptions
+from moeinf.runtime.sampling.grammar import Constrain
 from moeinf.server.api.answers import BadRequest, noted
 from moeinf.server.api.chat_turn import AnswerPiece, Chat, begun
 from moeinf.server.api.logprobs import token_words
 from moeinf.server.api.openai_api import error_document
 from moeinf.server.api.responses.output import Document, EventLines, Output, new_id
 from moeinf.server.api.responses.request import InputItem, InputRequest, ResponsesRequest
-from moeinf.server.api.responses.store import ResponseStore
+from moeinf.server.api.responses.store import ResponseStore, Stored, no_such_item
 from moeinf.server.engines.jobs import Job
-from moeinf.server.engines.model_manager import Loaded
-from moeinf.server.http.bodies import JsonRoute
+from moeinf.server.engines.model_manager import Loaded, ModelManager
+from moeinf.server.http.bodies import JsonRoute, aside, in_thread
 from moeinf.server.http.json_text import Answer
 
 router = APIRouter(prefix="/v1/responses", route_class=JsonRoute)
@@ -30,9 +32,7 @@ _KINDS = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_
 @router.post("")
 async def create(asked: ResponsesRequest, request: Request) -> Response:
     """Answer as OpenAI's Responses API does, and keep the response unless `store` is false."""
-    earlier = _earlier(asked, request)
-    own, made = _own(asked, request, earlier)
-    turn, constrain = asked.turn(request, [*earlier, *own])
+    own, made, turn, constrain = await _turn(asked, request)
     job = Job(
         turn.prepare,
         asked.sampling(),
@@ -50,7 +50,7 @@ async def create(asked: ResponsesRequest, request: Request) -> Response:
             raise event.error
         if isinstance(event, Ended):
             list(answering.close(event))
-            return Answer(answering.whole(event))
+            return Answer(await answering.whole(event))
         if isinstance(event, AnswerPiece):
             list(answering.add(event))
     raise AssertionError("an answer has an end")
@@ -59,8 +59,7 @@ async def create(asked: ResponsesRequest, request: Request) -> Response:
 @router.post("/input_tokens")
 async def input_tokens(asked: InputRequest, request: Request) -> Response:
     """Return the number of tokens of a conversation, template included, without an answer."""
-    earlier = _earlier(asked, request)
-    turn, _ = asked.turn(request, [*earlier, *_own(asked, request, earlier)[0]])
+    _, _, turn, _ = await _turn(asked, request)
     turn.shift = False  # a client counts to drop turns of its own choice
     job = Job(turn.prepare, SamplingOptions(), Limits(0), counts=True)
     _, told = await begun(request, asked.model, job, turn)
@@ -74,10 +73,10 @@ async def input_tokens(asked: InputRequest, request: Request) -> Response:
 @router.get("/{name}")
 async def retrieve(name: str, request: Request, stream: bool = False) -> Response:
     """Return a stored response, whole."""
-    document = _store(request).document(name)
+    read = _store(request).document(name)
     if stream:
         raise BadRequest("stream: a stored response is not streamed again", "stream")
-    return Answer(document)
+    return await in_thread(lambda: Answer(read()))
 
 
 @router.delete("/{name}")
@@ -102,7 +101,7 @@ async def input_items(
     after: str | None = None,
 ) -> Response:
     """List the items that a response answers, those of earlier responses included."""
-    items = _store(request).input_of(name, request.state.body)
+    items = await in_thread(_store(request).input_of(name, request.state.body))
     if order == "desc":
         items.reverse()
     if after is not None:
@@ -121,31 +120,43 @@ def _store(request: Request) -> ResponseStore:
     return found
 
 
-def _earlier(asked: InputRequest, request: Request) -> list[InputItem]:
-    """Return the items before a request's input. Raises NoSuchResponse, BodiesTooLong."""
-    if asked.previous_response_id is None:
-        return []
-    found = _store(request).conversation(asked.previous_response_id, request.state.body)
-    return [InputItem.model_validate(item) for item in found]
+async def _turn(
+    asked: InputRequest, request: Request
+) -> tuple[list[InputItem], list[str], Chat, Constrain | None]:
+    """Return the items of a request's input, ids, the turn, and what constrains its answer.
 
-
-def _own(
-    asked: InputRequest, request: Request, earlier: Sequence[InputItem]
-) -> tuple[list[InputItem], list[str]]:
-    """Return a request's items with those that it refers to, and the ids that this server made.
-
-    An id of `earlier`, its own conversation, may be one that a client chose.
-    Raises BadRequest, NoSuchResponse, BodiesTooLong.
+    A stored conversation is read last, and off the event loop. An id of the own conversation may be
+    one that a client chose; the ids of other items that it refers to were made by this server, and
+    are returned, too. Raises BadRequest, BadFormat, NoSuchModel, NoSuchResponse, BodiesTooLong.
     """
-    said = asked.items()
+    said, store, body = asked.items(), _store(request), request.state.body
     names = [item.id or "" for item in said if item.refers()]
     if not all(names):
         raise BadRequest("input: an item_reference has no id", "input")
-    found = {item.id: item for item in earlier if item.id}
-    others = [name for name in names if name not in found]
-    for name, item in _store(request).items(others, request.state.body).items():
-        found.setdefault(name, InputItem.model_validate(item))
-    return [found[item.id] if item.id and item.refers() else item for item in said], others
+    previous = asked.previous_response_id
+    if previous is None and not names:
+        turn, constrain = await aside(request, asked.turn, request, said)
+        return said, [], turn, constrain
+    own = [item for item in said if not item.refers()]
+    await aside(request, asked.turn, request, own, True)  # refuse before what is stored is read
+    host: ModelManager = request.app.state.host
+    await asyncio.to_thread(host.library.find, asked.model)
+    referred = store.items(names if previous is None else filter(store.has, names), body)
+    earlier = list if previous is None else store.conversation(previous, body)
+
+    def read() -> tuple[list[InputItem], list[str], Chat, Constrain | None]:
+        before = [InputItem.model_validate(item) for item in earlier()]
+        found = {item.id: item for item in before if item.id}
+        made = [name for name in names if name not in found]
+        others = referred()
+        for name in made:
+            if name not in others:
+                raise no_such_item(name)
+            found[name] = InputItem.model_validate(others[name])
+        own = [found[item.id] if item.id and item.refers() else item for item in said]
+        return own, made, *asked.turn(request, [*before, *own])
+
+    return await in_thread(read)
 
 
 class _Answering:
@@ -161,7 +172,7 @@ class _Answering:
         turn: Chat,
     ) -> None:
         self._asked, self._own, self._loaded, self._turn = asked, own, loaded, turn
-        self._made, self._store = made, _store(request)
+        self._made, self._store, self._request = made, _store(request), request
         self._settings: Settings = request.app.state.settings
         self._output, self._document = Output(asked.namespaces()), Document(asked)
 
@@ -176,7 +187,7 @@ class _Answering:
     def close(self, ended: Ended) -> Iterator[dict[str, Any]]:
         return self._output.close("completed" if ended.reason == "stop" else "incomplete")
 
-    def whole(self, ended: Ended) -> dict[str, Any]:
+    async def whole(self, ended: Ended) -> dict[str, Any]:
         """Return the response, and keep it if it is to be kept."""
         whole = self._document.ended(self._output, ended, self._turn.about())
         if self._asked.store:
@@ -184,7 +195,9 @@ class _Answering:
             fresh = [
                 item["id"] for item, own in zip(said, self._own, strict=True) if own.id is None
             ]
-            self._store.put(whole, said, [*self._made, *fresh])
+            made = [*self._made, *fresh]
+            kept = await aside(self._request, lambda: Stored.of(whole, said, made))
+            self._store.put(whole["id"], kept)
         return whole
 
     async def stream(
@@ -211,7 +224,7 @@ class _Answering:
             else:
                 for told in self.close(event):
                     yield text(told)
-                whole = self.whole(event)
+                whole = await self.whole(event)
                 yield text({"type": f"response.{whole['status']}", "response": whole})
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,8 @@ from moeinf.server.http.bodies import Body
 
 MOST_RESPONSES = 1000
 MOST_STORED_BYTES = 32 << 20  # of their JSON
+
+Items = Callable[[], list[dict[str, Any]]]
 
 
 class NoSuchResponse(NotFound):
@@ -23,7 +25,7 @@ class NoSuchResponse(NotFound):
 
 
 @dataclass(frozen=True)
-class _Stored:
+class Stored:
     """A response as JSON: its document; its own input items, `own` of them, and its output."""
 
     document: bytes
@@ -33,104 +35,132 @@ class _Stored:
     ids: tuple[str, ...]  # of the items that have an id of this server
     previous: str | None
 
+    @classmethod
+    def of(
+        cls, document: dict[str, Any], items: list[dict[str, Any]], made: Iterable[str]
+    ) -> Stored:
+        """Return a response in the form that is kept. Any thread may call it.
+
+        made: ids of items that this server made. Other clients may choose the others, too, so that
+        `ResponseStore.items` does not find them.
+        """
+        output = [_plain(item) for item in document["output"]]
+        said = [*items, *output]
+        ids = tuple(dict.fromkeys([*made, *(item["id"] for item in output)]))
+        texts = _text(document), _text(said)
+        return cls(*texts, len(items), _containers(said), ids, document["previous_response_id"])
+
     @property
     def size(self) -> int:
         return len(self.document) + len(self.items) + sum(map(len, self.ids))
 
-    def read(self, body: Body) -> list[dict[str, Any]]:
-        """Return the items; body: of the request that reads them, which counts their memory."""
+    def admit(self, body: Body) -> None:
+        """Count the memory of the items that are about to be read. Raises BodiesTooLong."""
         body.hold(len(self.items))
         body.admit(self.containers)
+
+    def read(self) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = json.loads(self.items.decode("utf-8", "surrogatepass"))
         return found
 
 
 class ResponseStore:
-    """The responses used last. The event loop calls all methods."""
+    """The responses used last. The event loop calls all methods.
+
+    What takes long is returned as a function, for any thread. `body` is of the request that reads;
+    it counts the memory.
+    """
 
     def __init__(self) -> None:
-        self._stored: OrderedDict[str, _Stored] = OrderedDict()  # the oldest use first
+        self._stored: OrderedDict[str, Stored] = OrderedDict()  # the oldest use first
         self._places: dict[str, list[str]] = {}  # the responses of each item, by ids of this server
         self.held_bytes = 0
 
     def __len__(self) -> int:
         return len(self._stored)
 
-    def put(
-        self, document: dict[str, Any], items: list[dict[str, Any]], made: Iterable[str]
-    ) -> None:
-        """Keep a response; those with the oldest use leave. One beyond the limit is not kept.
-
-        made: ids of items that this server made. Other clients may choose the others, too, so that
-        `items` does not find them.
-        """
-        output = [_plain(item) for item in document["output"]]
-        said = [*items, *output]
-        previous = document["previous_response_id"]
-        ids = tuple(dict.fromkeys([*made, *(item["id"] for item in output)]))
-        count = _containers(said)
-        one = _Stored(_text(document), _text(said), len(items), count, ids, previous)
+    def put(self, name: str, one: Stored) -> None:
+        """Keep a response; those with the oldest use leave. One beyond the limit is not kept."""
         if one.size > MOST_STORED_BYTES:
             return
-        self._stored[document["id"]] = one
-        for item in ids:
-            self._places.setdefault(item, []).append(document["id"])
+        self._stored[name] = one
+        for item in one.ids:
+            self._places.setdefault(item, []).append(name)
         self.held_bytes += one.size
         while len(self._stored) > MOST_RESPONSES or self.held_bytes > MOST_STORED_BYTES:
             self._forget(next(iter(self._stored)))
 
-    def document(self, name: str) -> dict[str, Any]:
-        """Return a response's document. Raises NoSuchResponse."""
-        text = self._used(name).document.decode("utf-8", "surrogatepass")
-        found: dict[str, Any] = json.loads(text)
-        return found
+    def document(self, name: str) -> Callable[[], dict[str, Any]]:
+        """Return a function that reads a response's document. Raises NoSuchResponse."""
+        text = self._used(name).document
+        return lambda: dict(json.loads(text.decode("utf-8", "surrogatepass")))
 
     def delete(self, name: str) -> None:
         """Forget a response. Raises NoSuchResponse."""
         self._used(name)
         self._forget(name)
 
-    def input_of(self, name: str, body: Body) -> list[dict[str, Any]]:
-        """Return all items that a response answers, from the first of its conversation.
+    def input_of(self, name: str, body: Body) -> Items:
+        """Return a function that reads all items that a response answers, the oldest first.
 
-        body: of the request that reads them, which then counts their memory. Raises NoSuchResponse
-        also for an earlier response, BodiesTooLong.
+        Raises NoSuchResponse also for an earlier response, BodiesTooLong.
         """
-        one = self._used(name)
-        before = [] if one.previous is None else self.conversation(one.previous, body)
-        return [*before, *one.read(body)[: one.own]]
+        *before, last = self._admitted(name, body)
 
-    def conversation(self, name: str, body: Body) -> list[dict[str, Any]]:
-        """Return the items of a response's conversation, its output included.
+        def read() -> list[dict[str, Any]]:
+            return [*(item for one in before for item in one.read()), *last.read()[: last.own]]
 
-        body: as of input_of. Raises NoSuchResponse, BodiesTooLong.
+        return read
+
+    def conversation(self, name: str, body: Body) -> Items:
+        """Return a function that reads a response's conversation, its output included.
+
+        Raises NoSuchResponse, BodiesTooLong.
         """
-        chain = reversed(list(self._chain(name)))
-        return [item for one in chain for item in one.read(body)]
+        chain = self._admitted(name, body)
+        return lambda: [item for one in chain for item in one.read()]
 
-    def items(self, names: Iterable[str], body: Body) -> dict[str, dict[str, Any]]:
-        """Return stored items by their ids, which this server made.
+    def has(self, name: str) -> bool:
+        """Return whether an item of this id is stored, whose id this server made."""
+        return name in self._places
 
-        body: as of input_of. Raises NoSuchResponse, BodiesTooLong.
+    def items(self, names: Iterable[str], body: Body) -> Callable[[], dict[str, dict[str, Any]]]:
+        """Return a function that reads stored items by their ids, which this server made.
+
+        Raises NoSuchResponse, BodiesTooLong.
         """
-        found: dict[str, dict[str, Any]] = {}
+        chosen: list[Stored] = []
+        found: set[str] = set()
         for name in names:
             if name not in found:
                 if name not in self._places:
-                    raise NoSuchResponse(f"no stored response has the item {name[:80]!r}")
+                    raise no_such_item(name)
                 newest = self._used(self._places[name][-1])
-                read = {item["id"]: item for item in newest.read(body)}
-                found |= {item: read[item] for item in newest.ids}
-        return found
+                newest.admit(body)
+                chosen.append(newest)
+                found.update(newest.ids)
 
-    def _chain(self, name: str | None) -> Iterator[_Stored]:
+        def read() -> dict[str, dict[str, Any]]:
+            every = (item for one in chosen for item in one.read())
+            return {item["id"]: item for item in every if item["id"] in found}
+
+        return read
+
+    def _admitted(self, name: str, body: Body) -> list[Stored]:
+        """Return the responses of a conversation, the oldest first, with their memory counted."""
+        chain = list(self._chain(name))[::-1]
+        for one in chain:
+            one.admit(body)
+        return chain
+
+    def _chain(self, name: str | None) -> Iterator[Stored]:
         """Yield a response and those before it, the newest first."""
         while name is not None:
             one = self._used(name)
             yield one
             name = one.previous
 
-    def _used(self, name: str) -> _Stored:
+    def _used(self, name: str) -> Stored:
         one = self._stored.get(name)
         if one is None:
             raise NoSuchResponse(f"there is no response {name[:80]!r}")
@@ -163,3 +193,8 @@ def _containers(value: Any) -> int:
     if isinstance(value, dict):
         return 1 + sum(map(_containers, value.values()))
     return 1 + sum(map(_containers, value)) if isinstance(value, list) else 0
+
+
+def no_such_item(name: str) -> NoSuchResponse:
+    """Return the error for an id that no stored item has."""
+    return NoSuchResponse(f"no stored response has the item {name[:80]!r}")

@@ -129,7 +129,7 @@ def test_the_places_of_items_leave_with_their_responses(monkeypatch: pytest.Monk
         item = {"id": "same", "type": "reasoning"}
         other = {"id": f"rs_{number}", "type": "reasoning"}
         document = {"id": f"resp_{number}", "previous_response_id": None, "output": [item, other]}
-        kept.put(document, [item], ["same"])
+        kept.put(f"resp_{number}", store.Stored.of(document, [item], ["same"]))
     assert kept._places == {"same": ["resp_3", "resp_4"], "rs_3": ["resp_3"], "rs_4": ["resp_4"]}
     kept.delete("resp_4")
     kept.delete("resp_3")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import pytest
+
 from tests.server.page.asking import ask, told
 
 BAD = (
@@ -62,6 +64,16 @@ def test_a_line_of_spaces_does_not_hold_the_page(page: Any) -> None:
         found = ask(page, "hi")
         assert found.locator(".figures.bad").count() == 0
         assert time.monotonic() - begun < 10  # quadratic searches took minutes
+
+
+@pytest.mark.parametrize("text", ["a|b\n-|-\n" + "1|2\n" * 120_000, "a\n\n" * 150_000])
+@pytest.mark.full
+def test_more_nodes_than_a_call_takes_arguments(page: Any, text: str) -> None:
+    lines = [{"message": {"content": text}, "done": False}, {"message": {}, "done": True}]
+    told(page, lines)
+    found = ask(page, "hi")
+    assert found.locator(".figures.bad").count() == 0
+    assert found.locator(".body :is(tbody tr, p)").count() >= 120_000
 
 
 def test_other_ends_of_lines_are_kept_in_their_block(page: Any) -> None:
