@@ -6,7 +6,6 @@ Imports nothing heavy: before the handler is set, an interrupt prints a tracebac
 from __future__ import annotations
 
 import atexit
-import gc
 import os
 import signal
 import sys
@@ -15,6 +14,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
 
+from moeinf.cli.imports import uncollected
 from moeinf.cli.leave import INTERRUPTED, leave, leave_imports
 from moeinf.errors import as_moeinf
 from moeinf.errors.limits import lacks_memory
@@ -33,13 +33,8 @@ def main() -> NoReturn:
         ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
         if ours:
             signal.signal(signal.SIGINT, leave)
-        gc.disable()  # what is imported stays: a collection would free nothing
-        from moeinf.cli import torch_finder
-        from moeinf.cli.main import answer
-
-        gc.freeze()
-        gc.enable()
-        torch_finder.install()
+        with uncollected():
+            from moeinf.cli.main import answer
         if hasattr(signal, "setitimer"):  # not on Windows: such a signal is lost
             sys.unraisablehook = _raise_again
             signal.signal(signal.SIGALRM, _interrupt)

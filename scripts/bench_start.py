@@ -27,9 +27,9 @@ from moeinf.runtime.library.library import Library
 COMMAND = [sys.executable, "-c", "from moeinf.cli.entry import main; main()"]
 LIGHT = ("--help", "list", "ps")
 IMPORTS = """
-from moeinf.cli import torch_finder
-torch_finder.install()
-import moeinf.cli.commands.run, moeinf.cli.chat.local"""
+from moeinf.cli.imports import uncollected
+with uncollected():
+    import moeinf.cli.commands.run, moeinf.cli.chat.local"""
 _SAY = "print('imported', flush=True)"
 _BLOCK_BYTES = 16 << 20
 

@@ -20,6 +20,7 @@ from moeinf.cli.chat.waiting import awaited
 from moeinf.cli.commands.measuring.plan import print_plan
 from moeinf.cli.commands.models.pull import ensure
 from moeinf.cli.errors import Usage
+from moeinf.cli.imports import uncollected
 from moeinf.cli.options import (
     Context,
     Device,
@@ -245,8 +246,9 @@ def run(
 
     with stoppable():
         with out.spinner(f"loading {manifest.model}"):
-            from moeinf.cli.chat.local import LocalPartner, Opener  # imports torch
-            from moeinf.runtime.generation.seq2seq import Languages
+            with uncollected():
+                from moeinf.cli.chat.local import LocalPartner, Opener  # imports torch
+                from moeinf.runtime.generation.seq2seq import Languages
 
             opener = Opener(config, settings, now, Languages(src, tgt))
             partner = LocalPartner(opener.open(manifest, folder), opener)

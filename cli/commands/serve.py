@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import typer
 
 from moeinf.cli.errors import Usage
+from moeinf.cli.imports import uncollected
 from moeinf.cli.options import (
     Context,
     Device,
@@ -190,7 +191,8 @@ def serve(
         pipeline=experimental_pipeline,
     )
 
-    from moeinf.server.serve import run_server  # imports FastAPI and uvicorn
+    with uncollected():
+        from moeinf.server.serve import run_server  # imports torch and FastAPI
 
     opened = ExitStack()
 

@@ -106,12 +106,12 @@ def _unpack(data: bytes, kind: str, version: int, most_bytes: int) -> tuple[dict
     header = data[_PREFIX.size : _PREFIX.size + size]
     if zlib.crc32(header) != crc:
         raise BadContainer("the header is damaged")
-    found = msgspec.json.decode(header, type=_Versions)
+    found = _VERSIONS.decode(header)
     if found.kind != kind:
         raise BadContainer(f"a file of kind {found.kind!r}, not {kind!r}")
     if found.version != version:
         raise BadContainer(f"version {found.version}; this moeinf reads version {version}")
-    document = msgspec.json.decode(header, type=_Header)
+    document = _HEADER.decode(header)
     arrays, start = Arrays(), _PREFIX.size + size
     for entry in document.arrays:
         end = start + entry.bytes
@@ -133,3 +133,8 @@ def _array(entry: _Array, body: bytes, most_bytes: int) -> NDArray[Any]:
     if len(raw) != expected or zlib.crc32(raw) != entry.crc32:
         raise BadContainer(f"the array {entry.name!r} is damaged")
     return np.frombuffer(raw, dtype).reshape(entry.shape)
+
+
+# Made here, not at the first use: msgspec builds the tables of a type without a lock.
+_VERSIONS = msgspec.json.Decoder(_Versions)
+_HEADER = msgspec.json.Decoder(_Header)

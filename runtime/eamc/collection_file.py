@@ -150,7 +150,7 @@ class EamcState:
 
     def _problem(self, header: bytes) -> str | None:
         try:
-            found = msgspec.json.decode(header, type=_Header)
+            found = _HEADER.decode(header)
         except (ValueError, RecursionError):
             return "is not an EAMC"
         if (found.kind, found.version) != ("eamc", VERSION):
@@ -208,3 +208,7 @@ def _decode(record: bytes, layers: int, experts: int) -> RequestEam | None:
         return None
     prefill, decode = np.frombuffer(raw, "<u4").reshape(2, layers, experts).astype(np.uint32)
     return RequestEam(prefill, decode)
+
+
+# Made here, not at the first use: msgspec builds the tables of a type without a lock.
+_HEADER = msgspec.json.Decoder(_Header)

@@ -17,25 +17,27 @@ from moeinf.runtime.files.atomic import make_folder_durably, write_bytes_durably
 from moeinf.runtime.files.regular import read_regular
 
 T = TypeVar("T")
+_ENTRIES = msgspec.json.Decoder(dict[str, msgspec.Raw])
 Entries = dict[str, Any]  # names -> msgspec.Raw when read; anything that msgspec encodes to write
 
 
 def read_entries(path: Path) -> Entries:
     """Return the entries of a file, or {} if it is missing or damaged."""
     with suppress(OSError, ValueError, RecursionError):
-        return dict(msgspec.json.decode(read_regular(path), type=dict[str, msgspec.Raw]))
+        return dict(_ENTRIES.decode(read_regular(path)))
     return {}
 
 
 def entries_of(entries: Mapping[str, Any], name: str) -> Entries:
     """Return the entries within an entry, or {} if it is missing or damaged."""
-    return dict(entry_of(entries, name, dict[str, msgspec.Raw]) or {})
+    found = entry_of(entries, name, _ENTRIES)
+    return {} if found is None else dict(found)
 
 
-def entry_of(entries: Mapping[str, Any], name: str, kind: type[T]) -> T | None:
-    """Decode an entry as `kind`, or return None if it is missing or damaged."""
+def entry_of(entries: Mapping[str, Any], name: str, kind: msgspec.json.Decoder[T]) -> T | None:
+    """Decode an entry by `kind`, or return None if it is missing or damaged."""
     with suppress(KeyError, ValueError, RecursionError):
-        return msgspec.json.decode(entries[name], type=kind)
+        return kind.decode(entries[name])
     return None
 
 

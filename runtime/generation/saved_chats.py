@@ -115,7 +115,7 @@ def delete_conversation(settings: Settings, name: str) -> None:
 def _read(path: Path) -> _Saved:
     """Return the content of a file. Raises BadConversation."""
     try:
-        return msgspec.json.decode(read_regular(path, _MOST_BYTES), type=_Saved)
+        return _SAVED.decode(read_regular(path, _MOST_BYTES))
     except FileNotFoundError:
         raise BadConversation(f"there is no conversation {path.stem!r}") from None
     except NotRegular as error:
@@ -128,3 +128,7 @@ def _path(settings: Settings, name: str) -> Path:
     if not _NAME.fullmatch(name):
         raise BadConversation(f"{name!r} is not a name: letters, digits, '_' and '-'")
     return settings.conversations / f"{name}.json"
+
+
+# Made here, not at the first use: msgspec builds the tables of a type without a lock.
+_SAVED = msgspec.json.Decoder(_Saved)

@@ -53,7 +53,7 @@ def read_dense_header(path: Path) -> DenseHeader:
     tensors, metadata = read_described(path)
     text = metadata.get("forms", "{}") if isinstance(metadata, dict) else "{}"
     try:
-        forms = msgspec.json.decode(msgspec.convert(text, str), type=dict[str, str])
+        forms = _FORMS.decode(msgspec.convert(text, str))
     except (ValueError, RecursionError) as error:
         raise BadCheckpoint(f"{path} names invalid formats ({error})") from error
     for name, form in forms.items():
@@ -173,3 +173,6 @@ class DryMath:
 
     def tuned(self, piece: Piece) -> Piece:
         return piece
+
+
+_FORMS = msgspec.json.Decoder(dict[str, str])

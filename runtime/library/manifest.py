@@ -293,8 +293,8 @@ def read_manifest(folder: Path) -> Manifest:
     path, shown = folder / MANIFEST, f"{folder.parent.name}:{folder.name}"
     try:
         text = read_regular(path, _MAX_BYTES)
-        _check_versions(shown, msgspec.json.decode(text, type=_Versions))
-        manifest = msgspec.json.decode(text, type=Manifest)
+        _check_versions(shown, _VERSIONS.decode(text))
+        manifest = _MANIFEST.decode(text)
         _check(manifest)
         if (own := manifest.modules) is not None:
             _check_versions(shown, _Versions(own.format, own.dtype, own.layout, own.layouts))
@@ -363,3 +363,8 @@ def _check_forms(manifest: Manifest) -> None:
         raise ValueError(f"it lacks the version of the {min(unknown)} layout")
     if not all(map(is_tiled, (*used, manifest.dtype))):
         raise ValueError("layers of several formats are not all tiled")
+
+
+# Made here, not at the first use: msgspec builds the tables of a type without a lock.
+_VERSIONS = msgspec.json.Decoder(_Versions)
+_MANIFEST = msgspec.json.Decoder(Manifest)

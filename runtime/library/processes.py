@@ -281,7 +281,7 @@ class Registry:
         found = []
         for path, data in live_entries(self._folder, _ENGINE):
             with suppress(ValueError, RecursionError):
-                e = msgspec.json.decode(data, type=_EngineEntry)
+                e = _ENGINE_ENTRY.decode(data)
                 figures = _read_figures(path)
                 peak = e.peak_bytes if figures is None else figures.peak_bytes or e.peak_bytes
                 found.append(LiveEngine(e.pid, e.model, peak, e.started_ticks, figures, e.reads))
@@ -291,7 +291,7 @@ class Registry:
         found = []
         for _, data in live_entries(self._folder, _SERVER):
             with suppress(ValueError, RecursionError):
-                found.append(msgspec.json.decode(data, type=LiveServer))
+                found.append(_LIVE_SERVER.decode(data))
         return found
 
     @contextmanager
@@ -309,5 +309,11 @@ class Registry:
 def _read_figures(entry: Path) -> Figures | None:
     with suppress(OSError, ValueError, RecursionError):
         data = read_regular(figures_path(entry), _MOST_FIGURES_BYTES)
-        return msgspec.json.decode(data, type=Figures)
+        return _FIGURES.decode(data)
     return None
+
+
+# Made here, not at the first use: msgspec builds the tables of a type without a lock.
+_ENGINE_ENTRY = msgspec.json.Decoder(_EngineEntry)
+_LIVE_SERVER = msgspec.json.Decoder(LiveServer)
+_FIGURES = msgspec.json.Decoder(Figures)

@@ -215,11 +215,10 @@ def read_lines(path: Path, most: int | None = None) -> list[_Line]:
     Raises ValueError for a line with fields of other types.
     """
     lines: list[_Line] = []
-    decoder = msgspec.json.Decoder(_Line)
     with suppress(OSError, RecursionError):
         for text in read_regular(path).split(b"\n")[:-1][:most]:
             try:
-                lines.append(decoder.decode(text))
+                lines.append(_LINE.decode(text))
             except msgspec.ValidationError:
                 raise
             except msgspec.DecodeError:
@@ -305,3 +304,7 @@ def discard(target: Path) -> None:
     except OSError as error:
         if error.errno not in _LEFTOVERS:
             raise
+
+
+# Made here, not at the first use: msgspec builds the tables of a type without a lock.
+_LINE = msgspec.json.Decoder(_Line)

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 from msgspec import Meta, Struct
 
 from moeinf.offload.gpu_tier.miss_split import BytesPerSecond, Contended
@@ -96,23 +97,23 @@ def _drive_key(folder: Path) -> str:
 def remembered_drive(settings: Settings, *folders: Path) -> Drive | None:
     """Return the measurement of these drives; None if there is no entry or it is damaged."""
     with suppress(OSError):
-        return entry_of(entries_of(_read(settings), "drives"), drive_key(*folders), Drive)
+        return entry_of(entries_of(_read(settings), "drives"), drive_key(*folders), _DRIVE)
     return None
 
 
 def remembered_ram(settings: Settings) -> Ram | None:
-    return entry_of(_read(settings), "ram", Ram)
+    return entry_of(_read(settings), "ram", _RAM)
 
 
 def remembered_contended(settings: Settings, gpu: str, what: str) -> Contended | None:
     """Return the contended speeds of bus and CPU for `what`: expert format and thread count."""
     entry = entries_of(entries_of(_read(settings), "gpus"), gpu)
-    return entry_of(entries_of(entry, "contended"), what, Contended)
+    return entry_of(entries_of(entry, "contended"), what, _CONTENDED)
 
 
 def remembered_bus(settings: Settings, gpu: str) -> tuple[float, str] | None:
     """Return bytes per second from host slots, and when it was measured; None if unknown."""
-    found = entry_of(entries_of(_read(settings), "gpus"), gpu, _Bus)
+    found = entry_of(entries_of(_read(settings), "gpus"), gpu, _BUS)
     if found is None:
         return None
     return found.bus_bytes_per_s, found.bus_measured_at or found.measured_at
@@ -173,9 +174,15 @@ def _write(settings: Settings, state: Entries) -> None:
 
 def _read(settings: Settings) -> Entries:
     found = read_entries(measured_path(settings))
-    return found if entry_of(found, "version", int) == _VERSION else {}
+    return found if entry_of(found, "version", _NUMBER) == _VERSION else {}
 
 
 def measured_path(settings: Settings) -> Path:
     """Return the path of the file."""
     return settings.home / "state" / MACHINE_STATE
+
+
+# Made here, not at the first use: msgspec builds the tables of a type without a lock.
+_DRIVE, _RAM = msgspec.json.Decoder(Drive), msgspec.json.Decoder(Ram)
+_CONTENDED, _BUS = msgspec.json.Decoder(Contended), msgspec.json.Decoder(_Bus)
+_NUMBER = msgspec.json.Decoder(int)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 from msgspec import Meta, Struct
 
 from moeinf.runtime.config import Settings
@@ -85,7 +86,7 @@ def _nearest(settings: Settings, model: ModelName, slots: int, suffix: str) -> M
     for count in sorted(counts, key=lambda count: abs(count - slots)):
         if abs(count - slots) > _ALIKE * slots:
             break
-        found = entry_of(entries, f"{count}{suffix}", _Speed)
+        found = entry_of(entries, f"{count}{suffix}", _SPEED)
         if found is not None:
             return MeasuredSpeed(found.tokens_per_s, found.measured_at, count, found.tokens)
     return None
@@ -97,3 +98,7 @@ def _now() -> str:
 
 def _path(settings: Settings, model: ModelName) -> Path:
     return settings.state_of(model) / "speeds.json"
+
+
+# Made here, not at the first use: msgspec builds the tables of a type without a lock.
+_SPEED = msgspec.json.Decoder(_Speed)

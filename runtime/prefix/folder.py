@@ -202,7 +202,7 @@ class PrefixFolder:
         if len(text) != length or crc32c(text) != crc:
             raise BadFile("its header is damaged")
         try:
-            header = msgspec.json.decode(text, type=Header)
+            header = _HEADER.decode(text)
         except (ValueError, RecursionError) as error:
             raise BadFile("its header is damaged") from error
         tokens = np.asarray(header.tokens, np.int32)
@@ -255,3 +255,7 @@ def full_words(error: OSError, size_bytes: int) -> str:
         f"prefix cache: {format_bytes(size_bytes)} cannot be written ({reason(error)}): "
         "it is kept in RAM alone"
     )
+
+
+# Made here, not at the first use: msgspec builds the tables of a type without a lock.
+_HEADER = msgspec.json.Decoder(Header)

@@ -23,12 +23,13 @@ import socket
 import struct
 import time
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Struct
 
 from moeinf.errors import reason
+from moeinf.runtime.engine.pipeline.messages import About, Begin, Pass, Reply
 
 Message = TypeVar("Message", bound=Struct)
 _MAGIC, _NONCE, _PROOF = b"moeinf-stage-02\n", 32, 32
@@ -116,7 +117,8 @@ class Wire:
         if size > _MOST_BYTES:
             raise Lost(f"a message of {size} bytes has come from it")
         try:
-            return msgspec.msgpack.decode(self._receive(size, until), type=kind)
+            found: Message = _DECODERS[kind].decode(self._receive(size, until))
+            return found
         except (ValueError, RecursionError) as error:
             raise Lost("an invalid message has come from it") from error
 
@@ -163,3 +165,9 @@ class Wire:
 
 def _lost(error: OSError) -> Lost:
     return Lost("it does not answer" if isinstance(error, TimeoutError) else reason(error))
+
+
+# Made here, not at the first use: msgspec builds the tables of a type without a lock.
+_DECODERS: dict[type[Struct], Any] = {
+    kind: msgspec.msgpack.Decoder(kind) for kind in (About, Begin, Pass, Reply)
+}

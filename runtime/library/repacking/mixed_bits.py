@@ -99,7 +99,7 @@ def kept_choice(folder: Path) -> Forms | None:
     path = folder / _FILE
     if not path.exists():
         return None
-    found = msgspec.json.decode(path.read_bytes(), type=_Choice)
+    found = _CHOICE.decode(path.read_bytes())
     return Forms(tuple(found.experts), found.dense)
 
 
@@ -170,3 +170,7 @@ def _sample(tensor: SourceTensor) -> Tensor:
     blocks = [torch.frombuffer(bytearray(b), dtype=torch.float32) for b in encoded(tensor, "F32")]
     whole = torch.cat(blocks).view(count, -1)
     return torch.cat([whole[first : first + n] for first, n in spans]).contiguous()
+
+
+# Made here, not at the first use: msgspec builds the tables of a type without a lock.
+_CHOICE = msgspec.json.Decoder(_Choice)

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+from msgspec.json import Decoder
 
 from moeinf.runtime.checkpoints.checkpoint import open_checkpoint
 from moeinf.runtime.config import Settings
@@ -65,8 +66,8 @@ def test_hostile_files_have_no_entries(data: bytes, tmp_path: Path) -> None:
     path.write_bytes(data)
     assert read_entries(path) == {}
     write_entries(path, {"a": {"b": 1}})
-    assert entry_of(entries_of(read_entries(path), "a"), "b", int) == 1
-    assert entry_of(entries_of(read_entries(path), "a"), "b", str) is None
+    assert entry_of(entries_of(read_entries(path), "a"), "b", Decoder(int)) == 1
+    assert entry_of(entries_of(read_entries(path), "a"), "b", Decoder(str)) is None
     assert path.stat().st_mode & 0o777 == 0o600
 
 
