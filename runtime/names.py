@@ -28,6 +28,7 @@ _DEFAULT_TAGS = {
         for name in (short, f"{owner}--{short}")
     },
 }
+_MOST_CHARACTERS = 512  # of a name, also as a page's address
 _PART = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,94}[a-z0-9])?")
 _RESERVED = {"con", "prn", "aux", "nul"}  # device names on other systems
 _HUB = re.compile(r"(?:https?://)?(?:www\.)?(?:hf\.co|huggingface\.co)/", re.IGNORECASE)
@@ -179,6 +180,9 @@ def parse_name(text: str) -> ModelName:
     The quantisation of a GGUF file becomes part of the name: org/name-gguf:Q8_0 is
     org--name-gguf-q8_0.
     """
+    if len(text) > _MOST_CHARACTERS:
+        words = f"is not a model name: it has more than {_MOST_CHARACTERS} characters"
+        raise BadName(f"{text[:80]!r}… {words}")
     whole, quant = split_quant(text)
     if quant is not None:
         text = f"{whole}-{quant}"

@@ -3,8 +3,9 @@
 Run: python -m tools fuzz [--minutes 30] [--target safetensors] [--seed 0] [--findings folder]
 An input that reaches a new line of moeinf is kept (in tests/faults/corpus, up to a few KB each) and
 mutated further. Inputs run in a child process, which restarts when an input kills or hangs it. Such
-an input is a finding, and so is an error that a target does not declare. Prints a table; exits with
-1 when there are findings. Pytest replays the corpus.
+an input is a finding, and so is an error that a target does not declare. One input in ten repeats
+marks of its format, at two lengths: a time that grows faster than the length is a finding, too.
+Prints a table; exits with 1 when there are findings. Pytest replays the corpus.
 """
 
 from __future__ import annotations
@@ -22,16 +23,19 @@ import time
 import traceback
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from tests.faults.growing import Grown, check_growth, repeating
 from tests.faults.targets import TARGETS, Target
 
 CORPUS = Path(__file__).parents[1] / "tests" / "faults" / "corpus"
 MOST_BYTES = 1 << 16  # of an input
 KEPT_BYTES = 2048  # of an input that goes into the repository
+GROWTH_SHARE = 0.1  # of the inputs repeat a mark of their format, at two lengths
 KEPT_EACH = 24  # of a target
 SECONDS_EACH = 15  # an input that takes longer is a finding
 MEMORY_BYTES = 6 << 30  # address space beyond what is mapped at the start
@@ -179,6 +183,22 @@ def run_one(
     return "read"
 
 
+def growth_of(target: Target, grown: Callable[[int], bytes], folder: Path) -> str:
+    """Return "read", "refused" or the problem; an input of four times the length is timed too."""
+    came = run_one(target, grown(MOST_BYTES), folder)
+
+    def make(size: int) -> Callable[[], object]:
+        data = grown(size)
+        return lambda: run_one(target, data, folder)
+
+    if came in ("read", "refused"):
+        try:
+            check_growth(make, MOST_BYTES)
+        except Grown as error:
+            return f"grows too fast: {error}"
+    return came
+
+
 def child(options: argparse.Namespace, seed: int, until: float, place: Path, out: int) -> None:
     """Fuzz until the time `until`; write the outcomes to `out` as JSON lines."""
     warnings.simplefilter("ignore")
@@ -199,6 +219,15 @@ def child(options: argparse.Namespace, seed: int, until: float, place: Path, out
         while time.monotonic() < until:
             name = rng.choice(names)
             pool = corpus[name]
+            if rng.random() < GROWTH_SHARE:
+                grown = repeating(rng.choice(pool)[:KEPT_BYTES], rng)
+                (place / "now").write_bytes(name.encode() + b"\n" + grown(MOST_BYTES))
+                came = growth_of(TARGETS[name], grown, _fresh(place))
+                counts[f"{name} {came if came in ('read', 'refused') else 'finding'}"] += 1
+                if came not in ("read", "refused"):
+                    report.write(json.dumps({"finding": came, "target": name}) + "\n")
+                    _keep(options.findings / name, grown(MOST_BYTES))
+                continue
             source = rng.choice(pool[-8:]) if rng.random() < 0.3 else rng.choice(pool)
             data = mutate(source, pool, rng)
             (place / "now").write_bytes(name.encode() + b"\n" + data)

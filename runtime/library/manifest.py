@@ -35,6 +35,7 @@ from moeinf.runtime.library.defaults import Defaults
 from moeinf.runtime.names import ModelName
 
 FORMAT_VERSION = 1
+_MOST_WORDS = 500  # of an error about its values, which may quote any text
 MANIFEST = "manifest.json"
 DENSE = "dense.safetensors"
 MTP = "mtp"  # the folder of the modules of multi-token prediction
@@ -305,7 +306,9 @@ def read_manifest(folder: Path) -> Manifest:
     except DamagedModel:
         raise
     except (ValueError, RecursionError) as error:
-        raise DamagedModel(f"{shown}: {MANIFEST} is damaged ({error})") from error
+        raise DamagedModel(
+            f"{shown}: {MANIFEST} is damaged ({str(error)[:_MOST_WORDS]})"
+        ) from error
 
 
 def _check_versions(model: str, found: _Versions) -> None:

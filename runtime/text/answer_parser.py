@@ -200,14 +200,17 @@ class _Calls:
         return list(self._ended(call, calls, close)), True
 
     def _skip_stray(self) -> bool:
-        """Drop the closing mark of a call that had no opening one; return False if it may come."""
-        at, close = skip_space(self._text, self._at), self._form.close
-        held = self._text[at : at + len(close)]
+        """Drop the closing mark of a call that had no opening one; return False if it may come.
+
+        White space before it is dropped too: no text is given between the call and the mark.
+        """
+        self._at, close = skip_space(self._text, self._at), self._form.close
+        held = self._text[self._at : self._at + len(close)]
         if close.startswith(held) and held != close and not self._complete:
             return False
         self._stray = False
         if held == close:
-            self._at = at + len(close)
+            self._at += len(close)
         return True
 
     def _ended(self, call: _Open, calls: list[Call], close: str) -> Iterator[AnswerPart]:

@@ -84,7 +84,7 @@ class Body:
 
     @property
     def long(self) -> bool:
-        """Whether the body is parsed off the event loop."""
+        """True if the body is parsed off the event loop."""
         return self._bytes > FREE_BYTES
 
     @property

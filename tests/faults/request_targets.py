@@ -104,6 +104,19 @@ REQUESTS: dict[str, tuple[dict[str, Any], ...]] = {
         {"input": [1, 2]},
     ),
 }
+REQUESTS |= {
+    "/v1/messages": (
+        {"max_tokens": 3, "system": "s", "messages": [_TURNS[1], _TURNS[1]]},
+        {"max_tokens": 3, "messages": [{"role": "user", "content": _PARTS}]},
+    ),
+    "/v1/messages/count_tokens": ({"messages": [_TURNS[1]] * 3, "system": _PARTS},),
+    "/v1/responses": (
+        {"input": [_TURNS[1], _TURNS[1], {"type": "reasoning", "summary": []}], "store": False},
+        {"input": "a", "instructions": "b", "previous_response_id": "resp_1"},
+        {"input": [{"type": "item_reference", "id": "msg_1"}]},
+    ),
+    "/v1/responses/input_tokens": ({"input": [_TURNS[1]] * 3},),
+}
 
 
 class RequestRefused(Exception):

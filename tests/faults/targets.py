@@ -55,6 +55,7 @@ from tests.faults import tokenizer_targets as files
 from tests.faults.checkpoint_targets import CHECKPOINT_TARGETS
 from tests.faults.gguf_targets import GGUF_TARGETS
 from tests.faults.hub_targets import HUB_TARGETS
+from tests.faults.text_targets import TEXT_TARGETS
 
 Seeds = Callable[[], list[bytes]]
 _SHAPE = (2, 3)  # layers and experts of the EAMC
@@ -381,5 +382,5 @@ TARGETS: dict[str, Target] = {
     "requests": Target(*request_targets.TARGET),
     "schema": Target(*schema_targets.TARGET),
 }
-MORE = {**CHECKPOINT_TARGETS, **GGUF_TARGETS, **HUB_TARGETS}
+MORE = {**CHECKPOINT_TARGETS, **GGUF_TARGETS, **HUB_TARGETS, **TEXT_TARGETS}
 TARGETS |= {name: Target(*about) for name, about in MORE.items()}

@@ -41,7 +41,7 @@ def test_the_fuzzer_finds_what_is_planted(tmp_path: Path) -> None:
     """The fuzzer runs on a reader with a planted fault and must report it."""
     planted = """
 import sys
-from scripts import fuzz
+from tools import fuzz
 from tests.faults.targets import TARGETS, Target
 def check(data, folder):
     if data.count(b"a") > 2 and len(data) > 40: raise KeyError("planted")

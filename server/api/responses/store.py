@@ -67,7 +67,7 @@ class Stored:
 class ResponseStore:
     """The responses used last. The event loop calls all methods.
 
-    What takes long is returned as a function, for any thread. `body` is of the request that reads;
+    Long reading is returned as a function, for any thread. `body` is of the request that reads;
     it counts the memory.
     """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -358,3 +359,41 @@ def test_progress_and_a_late_error(
     told = httpx.post(f"{chatml}/v1/responses", json=long, timeout=60)
     assert (told.status_code, told.json()["error"]["code"]) == (400, "context_length_exceeded")
     assert told.json()["error"]["message"].startswith("this model's maximum context length is ")
+
+
+def test_a_refused_request_reads_nothing_that_is_stored(
+    client: openai.OpenAI, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script.say("It is 3.")
+    first = create(client)
+    monkeypatch.setattr(store.Stored, "read", lambda _: pytest.fail("it was read"))
+    for wrong in (
+        {"model": "nowhere"},
+        {"extra_body": {"prompt": {"id": "x"}}},
+        {"tool_choice": {"type": "function", "name": "nothing"}},
+        {"input": [{"type": "message"}]},
+        {"input": [{"type": "item_reference", "id": "nothing"}]},
+        {"text": {"format": {"type": "json_schema", "name": "x"}}},
+    ):
+        said: dict[str, Any] = {"model": "demo", "input": "x", **wrong}
+        with pytest.raises((openai.BadRequestError, openai.NotFoundError)):
+            client.responses.create(previous_response_id=first.id, **said)
+
+
+def test_a_stored_conversation_is_read_in_a_thread(
+    client: openai.OpenAI, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script.say("It is 3.")
+    first = create(client)
+    threads, read = [], store.Stored.read
+
+    def reading(self: store.Stored) -> list[dict[str, Any]]:
+        threads.append(threading.current_thread().name)
+        return read(self)
+
+    monkeypatch.setattr(store.Stored, "read", reading)
+    script.say("It is 4.")
+    assert create(client, "again", previous_response_id=first.id).output_text == "It is 4."
+    assert httpx.get(f"{client.base_url}responses/{first.id}/input_items").status_code == 200
+    assert len(threads) == 2
+    assert all(name.startswith("parsing") for name in threads)
