@@ -22,12 +22,7 @@ from moeinf.runtime.checkpoints.checkpoint import CONFIG, BadCheckpoint, Checkpo
 from moeinf.runtime.checkpoints.row_samples import Read
 from moeinf.runtime.gguf.base_model import base_names, misfit
 from moeinf.runtime.hub.base_weights import compare_rows
-from moeinf.runtime.hub.download import (
-    DownloadFailed,
-    Fetcher,
-    Patience,
-    fetch_small,
-)
+from moeinf.runtime.hub.download import DownloadFailed, Fetcher, fetch_small
 from moeinf.runtime.hub.listing import (
     Repository,
     RepositoryError,
@@ -35,6 +30,7 @@ from moeinf.runtime.hub.listing import (
     is_offline,
     look_up_all,
 )
+from moeinf.runtime.hub.patience import Patience
 from moeinf.runtime.library.sources import CONVERTED_FILES, KEPT_FILES, MAX_KEPT_BYTES
 from moeinf.runtime.text.tokenizer import TOKENIZER
 from moeinf.runtime.text.tokenizer_trial import Trial, convert

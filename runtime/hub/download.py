@@ -13,10 +13,8 @@ renamed to `x` once it has the hash that the hub promised.
 
 from __future__ import annotations
 
-import email.utils
 import hashlib
 import os
-import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -32,10 +30,12 @@ from moeinf.errors import Unavailable
 from moeinf.errors import reason as why
 from moeinf.native import crc32c
 from moeinf.runtime.hub.http import BadAnswer, get
+from moeinf.runtime.hub.patience import Patience, RetryLater, TooSlow, retry_after
 
 PIECE_BYTES = 1 << 20  # a kill loses at most this much of each range in flight
 RANGE_BYTES = 32 << 20  # the most bytes of one request
-_MAX_WAIT_SECONDS = 60.0
+_PROGRESS_BYTES = 64 << 10  # an attempt that brings less, and not the rest, counts as failed
+_WINDOW_BYTES = 4 << 10  # the least in each `stall_seconds`
 _REFUSED = {401, 403, 404, 410, 416, 451}
 
 
@@ -56,27 +56,6 @@ class RemoteFile:
     sha256: str | None  # for files in large storage
     git_sha1: str | None  # for other files: git's hash of the blob
     path: str = ""  # in the repository, if it is not `name`
-
-
-@dataclass(frozen=True)
-class Patience:
-    """Limits of the retries: attempts without progress, and seconds without a byte."""
-
-    attempts: int = 8
-    stall_seconds: float = 30.0
-    first_wait_seconds: float = 0.5
-    wait: Callable[[threading.Event, float], object] = threading.Event.wait
-
-    def pause(self, stop: threading.Event, failures: int, asked_seconds: float | None) -> None:
-        """Wait before the next attempt, or until `stop` is set.
-
-        The wait is `asked_seconds` if the server gave it. Otherwise it grows exponentially with
-        `failures`, with random jitter, up to 60 seconds.
-        """
-        if asked_seconds is None:
-            ahead = min(self.first_wait_seconds * 2**failures, _MAX_WAIT_SECONDS)
-            asked_seconds = ahead * random.uniform(0.5, 1.0)
-        self.wait(stop, asked_seconds)
 
 
 class Fetcher:
@@ -113,37 +92,17 @@ class Fetcher:
             raise DownloadFailed(f"{file.name}: {error}") from error
 
 
-class RetryLater(Exception):
-    """The server asks to retry later, after `seconds` if it gives a time."""
-
-    def __init__(self, status: int, seconds: float | None) -> None:
-        super().__init__(f"the server answers {status}")
-        self.seconds = seconds
-
-
 def _check_answer(file: RemoteFile, response: Any, start: int, stop: int) -> None:
     status: int = response.status_code
     if status in _REFUSED:
         raise DownloadFailed(f"{file.name}: the server answers {status}")
     if status == 429 or status >= 500:
-        raise RetryLater(status, _retry_after(response.headers.get("retry-after")))
+        raise RetryLater(status, retry_after(response.headers.get("retry-after")))
     whole = status == 200 and start == 0 and stop == file.size_bytes
     expected = f"bytes {start}-{stop - 1}/{file.size_bytes}"
     if not whole and (status != 206 or response.headers.get("content-range") != expected):
         answer = response.headers.get("content-range", "no range")
         raise DownloadFailed(f"{file.name}: expected {expected}, got status {status}, {answer}")
-
-
-def _retry_after(value: str | None) -> float | None:
-    """Return the seconds of a Retry-After header, a number or a date; None if it is unusable."""
-    if value is None:
-        return None
-    with suppress(ValueError):
-        return min(max(0.0, float(value)), _MAX_WAIT_SECONDS)
-    with suppress(ValueError, TypeError, LookupError, ArithmeticError, AttributeError, OSError):
-        moment = email.utils.parsedate_to_datetime(value)
-        return min(max(0.0, moment.timestamp() - time.time()), _MAX_WAIT_SECONDS)
-    return None
 
 
 def fetch(
@@ -216,7 +175,8 @@ def _receive(
 ) -> None:
     """Fetch one range and give each piece to `keep`, with its offset in the file.
 
-    A connection that delivers bytes resets the count of failed attempts. Raises DownloadFailed.
+    A connection that delivers _PROGRESS_BYTES resets the count of failed attempts. Raises
+    DownloadFailed.
     """
     fruitless = 0
     while start < stop:
@@ -231,20 +191,32 @@ def _receive(
             reason = "the connection ended early"
         except HTTPError as error:
             reason = why(error)
+        except TooSlow as error:
+            reason = str(error)
         except RetryLater as error:
             reason, wait = str(error), error.seconds
         if start == stop:
             return
-        fruitless = 0 if start > before else fruitless + 1
+        fruitless = 0 if start - before >= _PROGRESS_BYTES else fruitless + 1
         if fruitless >= fetcher.patience.attempts:
             raise DownloadFailed(f"{file.name}: {reason}, {fruitless} times in a row")
         fetcher.patience.pause(fetcher.stop, fruitless, wait)
 
 
 def _watched(blocks: Iterator[bytes], fetcher: Fetcher, file: RemoteFile) -> Iterator[bytes]:
-    """Yield the blocks and check for a stop at each one, since a piece can take minutes."""
+    """Yield the blocks and check for a stop at each one, since a piece can take minutes.
+
+    Raises TooSlow if bytes only drip.
+    """
+    seconds = fetcher.patience.stall_seconds
+    count, until = 0, time.monotonic() + seconds
     for block in blocks:
         _check_goes_on(fetcher, file)
+        count += len(block)
+        if time.monotonic() > until:
+            if count < _WINDOW_BYTES:
+                raise TooSlow(f"only {count} bytes have come in {seconds:g} s")
+            count, until = 0, time.monotonic() + seconds
         yield block
 
 

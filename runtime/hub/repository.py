@@ -51,7 +51,6 @@ from moeinf.runtime.hub.download import (
     RANGE_BYTES,
     DownloadFailed,
     Fetcher,
-    Patience,
     RemoteFile,
     fetch,
     fetch_bytes,
@@ -61,6 +60,7 @@ from moeinf.runtime.hub.download import (
 )
 from moeinf.runtime.hub.listing import Repository
 from moeinf.runtime.hub.meter import Meter
+from moeinf.runtime.hub.patience import Patience
 from moeinf.runtime.library.sources import CONVERTED_FILES, KEPT_FILES, MAX_KEPT_BYTES, Base
 from moeinf.runtime.library.staging import StagingFolder
 from moeinf.runtime.sizes import Progress

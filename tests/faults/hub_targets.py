@@ -27,8 +27,9 @@ import torch
 from safetensors.torch import save
 
 from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint
-from moeinf.runtime.hub.download import DownloadFailed, Patience
+from moeinf.runtime.hub.download import DownloadFailed
 from moeinf.runtime.hub.listing import Repository, RepositoryError, look_up, read_listing
+from moeinf.runtime.hub.patience import Patience
 from moeinf.runtime.hub.repository import HubSource
 
 _COMMIT = "0123456789abcdef0123456789abcdef01234567"

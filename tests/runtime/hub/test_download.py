@@ -15,11 +15,11 @@ from moeinf.runtime.hub.download import (
     PIECE_BYTES,
     DownloadFailed,
     Fetcher,
-    Patience,
     RemoteFile,
     fetch,
     fetch_bytes,
 )
+from moeinf.runtime.hub.patience import Patience
 from tests.hub_server import COMMIT, Answer, Hub, Request, serve
 
 DATA = hashlib.shake_128(b"weights").digest(5 * PIECE_BYTES + 777)
