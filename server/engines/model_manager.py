@@ -231,6 +231,7 @@ class ModelManager:
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
         ended = await asyncio.shield(closing)
+        await asyncio.to_thread(return_free_pages)
         if not ended:
             self._unended = [one for one in (*self._unended, worker) if not one.close(0)]
             self._tell(_STUCK)
@@ -288,6 +289,5 @@ class ModelManager:
         while self._closing:
             await asyncio.wait(self._closing)
         manifest, worker = await asyncio.to_thread(start)
-        if worker.failure is not None:
-            raise worker.failure
+        worker.check_loaded()
         return manifest, worker

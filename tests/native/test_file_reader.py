@@ -2,7 +2,6 @@
 
 import errno
 import os
-import resource
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from moeinf.native import (
     most_open_files,
 )
 
+resource = pytest.importorskip("resource", reason="needs limits of processes, which Windows lacks")
 MODES = pytest.mark.parametrize("direct", [False, True], ids=["buffered", "direct"])
 
 
