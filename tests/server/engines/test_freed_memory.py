@@ -1,4 +1,4 @@
-"""What an unloaded model held is free when the unload is answered, without the cyclic collector."""
+"""Unload models in every way: their memory is free at once, without the cyclic collector."""
 
 from __future__ import annotations
 
