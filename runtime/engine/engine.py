@@ -157,9 +157,15 @@ class Engine:
                 info, text, tiers, weights, draft, prefixes, tracing, plan.notes,
                 config.tune_threads, opened.pop_all(),
             )  # fmt: skip
-        plan.registration.publish(partial(figures, lambda: engine.info, tiers.store, expires_at))
-        if config.memory is None:
-            engine.watch_memory()
+        try:
+            plan.registration.publish(
+                partial(figures, lambda: engine.info, tiers.store, expires_at)
+            )
+            if config.memory is None:
+                engine.watch_memory()
+        except BaseException:  # no thread can be started
+            engine.close()
+            raise
         return engine
 
     @property

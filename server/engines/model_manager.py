@@ -97,6 +97,7 @@ class ModelManager:
         self._starting: dict[ModelName, LoadProgress] = {}
         self._own_context: dict[ModelName, int] = {}  # in tokens, where no request named one
         self._closing: set[asyncio.Future[bool]] = set()
+        self._discarding: set[asyncio.Future[bool]] = set()
         self._unended: list[Worker] = []  # closed, and possibly still running
 
     @property
@@ -288,6 +289,18 @@ class ModelManager:
 
         while self._closing:
             await asyncio.wait(self._closing)
-        manifest, worker = await asyncio.to_thread(start)
+        loading = asyncio.ensure_future(asyncio.to_thread(start))
+        try:
+            manifest, worker = await asyncio.shield(loading)
+        except asyncio.CancelledError:
+            loading.add_done_callback(self._discard)
+            raise
         worker.check_loaded()
         return manifest, worker
+
+    def _discard(self, loading: asyncio.Future[tuple[Manifest, Worker]]) -> None:
+        """Close an engine whose load has ended after its request was cancelled."""
+        if not loading.cancelled() and loading.exception() is None:
+            closing = asyncio.ensure_future(self._close(loading.result()[1]))
+            self._discarding.add(closing)
+            closing.add_done_callback(self._discarding.discard)
