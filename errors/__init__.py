@@ -19,6 +19,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+from traceback import format_tb
 
 from moeinf.errors.limits import lacks_memory, lacks_threads, memory_limit, thread_limit
 
@@ -157,6 +158,23 @@ def _out_of_threads() -> OutOfThreads:
     if thread_limit():
         found.hint = "`ulimit -u 4096`, then the same command, or end other programs"
     return found
+
+
+def forget_frames(error: BaseException) -> None:
+    """Remove the tracebacks of an error and its causes; that of a bug becomes a note of its text.
+
+    A traceback keeps the frames of all its callers, and with them what their variables hold. An
+    error that is stored, or raised again, would keep the memory of an engine.
+    """
+    if error.__traceback__ is not None and isinstance(as_moeinf(error), InternalError):
+        error.add_note("".join(("It was raised here:\n", *format_tb(error.__traceback__))))
+    left, seen = [error], set[int]()
+    while left:
+        one = left.pop()
+        seen.add(id(one))
+        one.__traceback__ = None
+        causes = (one.__cause__, one.__context__)
+        left += [cause for cause in causes if cause is not None and id(cause) not in seen]
 
 
 def reason(error: BaseException) -> str:

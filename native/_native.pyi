@@ -65,6 +65,9 @@ class SlotPool:
         Nothing may write to it meanwhile. Raises IndexError.
         """
 
+    def release_all(self) -> None:
+        """Give the memory of all slots back to the system. They are zeroed, and usable."""
+
 DRIVER_LIBRARY: Final[str]  # libcuda.so.1
 LEAST_BATCHED_BYTES: Final[int]  # smaller copies go one by one
 
@@ -253,7 +256,7 @@ class CopyQueue:
         *,
         readers: int = 2,
         direct: bool = False,
-        max_open_files: int = 256,
+        max_open_files: int = ...,
         block_bytes: int = ...,
         hang_seconds: float = 30.0,
         busy: int = ...,
@@ -263,8 +266,9 @@ class CopyQueue:
 
         `direct` asks for O_DIRECT; a file whose file system refuses is read through the page
         cache. One system call reads `block_bytes` at most, a multiple of PAGE_BYTES up to the
-        default, 1 GiB. At most max_open_files + readers descriptors are open. A read without an
-        end for hang_seconds fails its ticket with TimeoutError naming the file.
+        default, 1 GiB. The queue keeps at most max_open_files open, all queues of the process
+        most_open_files(); each read in progress may hold one more. A read without an end for
+        hang_seconds fails its ticket with TimeoutError naming the file.
 
         Reads ahead run only while no demand is queued or runs, at most `busy` of them at once
         (default: MAX_READERS). They read pieces of piece_bytes, a multiple of PAGE_BYTES (default:
@@ -361,9 +365,10 @@ class CopyQueue:
 
     def resume(self) -> None: ...
     def close(self) -> None:
-        """Cancel queued reads, let running reads end, and join the threads; idempotent.
+        """Cancel queued reads, let running reads end, join the threads, close the files.
 
-        A read that hangs is left alone after hang_seconds, with the memory that it writes to.
+        It may be called again. A read that hangs is left alone after hang_seconds, with the memory
+        that it writes to.
         """
 
     def counters(self) -> Counters: ...
@@ -404,6 +409,12 @@ def syncfs(fd: int) -> None:
     """Make everything written to the file system of `fd` durable (elsewhere: the one file).
 
     Raises OSError.
+    """
+
+def most_open_files() -> int:
+    """Return how many files all queues together keep open: a quarter of the soft limit.
+
+    It is 16 at least, and 4,096 at most.
     """
 
 def _nothing() -> None: ...

@@ -20,6 +20,8 @@ _MOST_BYTES = 1 << 20
 def note_bug(settings: Settings, error: BaseException) -> Path | None:
     """Append the traceback of `error`; return the log file, or None when it cannot be written."""
     text = visible("".join(traceback.format_exception(error)))
+    if error.__traceback__ is None:  # see errors.forget_frames
+        text = f"Traceback, in the note below:\n{text}"
     path = settings.logs / "moeinf.log"
     try:
         for folder in (settings.home, settings.logs):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from contextlib import suppress
 from types import ModuleType
 
 from moeinf.errors import Unavailable
@@ -21,6 +22,8 @@ try:
 except ImportError:  # Windows
     fcntl = resource = None
 
+_MOST_DESCRIPTORS = 1 << 16  # some programs look at every possible one
+_OTHER_DESCRIPTORS = 1024  # where the system does not tell
 NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 NO_WAIT = getattr(os, "O_NONBLOCK", 0)  # for FIFOs, which Windows has not
 
@@ -30,6 +33,19 @@ class Unsupported(Unavailable):
 
     code = "unsupported_system"
     hint = "the same command on Linux"
+
+
+def raise_descriptor_limit() -> int:
+    """Raise this process's limit of descriptors as far as the system permits; return it."""
+    if resource is None:
+        return _OTHER_DESCRIPTORS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
+    if 0 <= soft < most:
+        with suppress(OSError, ValueError):  # macOS has a limit below an infinite one
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+            return most
+    return int(soft) if soft >= 0 else _MOST_DESCRIPTORS
 
 
 def lock(descriptor: int, *, wait: bool = True) -> None:

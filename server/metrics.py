@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from moeinf.runtime.generation.events import Ended, Event, Failed
+from moeinf.runtime.generation.events import Ended, Event, Failed, Times
 from moeinf.server.engines.jobs import Busy, Job
 from moeinf.server.engines.model_manager import Loaded
 
@@ -135,21 +135,23 @@ class Metrics:
         return generate_latest(self._registry).decode()
 
     def watch(self, loaded: Loaded, job: Job) -> Callable[[Event], None]:
-        """Return a function that counts the job at the first of its last events."""
-        counted = False
+        """Return a function that counts the job at the first of its last events.
+
+        It holds neither of them: the job holds it.
+        """
+        counted, model, times = False, str(loaded.manifest.model), job.times
+        kind = "count" if job.counts else "embedding" if job.embed else "generation"
 
         def see(event: Event) -> None:
             nonlocal counted
             if not counted and isinstance(event, Ended | Failed):
                 counted = True
-                self._count(str(loaded.manifest.model), job, event)
+                self._count(model, kind, times, event)
 
         return see
 
-    def _count(self, model: str, job: Job, event: Ended | Failed) -> None:
-        kind = "count" if job.counts else "embedding" if job.embed else "generation"
+    def _count(self, model: str, kind: str, times: Times, event: Ended | Failed) -> None:
         self._requests.labels(model, kind, _reason(event)).inc()
-        times = job.times
         for histogram, seconds in (
             (self._queue, times.queue_seconds),
             (self._first_token, times.first_token_seconds),

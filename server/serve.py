@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import h11
 import uvicorn
@@ -26,14 +26,16 @@ from moeinf.native import end_after_signals
 from moeinf.runtime.config import EngineConfig, ServerSettings, Settings
 from moeinf.runtime.machine.memory import keep_heap_small
 from moeinf.runtime.server_log import keep_small
+from moeinf.runtime.system import raise_descriptor_limit
 from moeinf.server.api.answers import BadRequest
 from moeinf.server.app import create_app
+from moeinf.server.http.listener import Listener
 from moeinf.server.http.log_lines import log_config
 from moeinf.server.http.refusals import HeadersTooLong
 from moeinf.server.http.security import HEADER_BYTES
 
 HEADER_SECONDS = 10.0  # for the line and the headers of a request to arrive
-MOST_CONNECTIONS = 1024
+MOST_CONNECTIONS = 1024  # and half of the descriptors; files of experts have a quarter
 _GOODBYE_SECONDS = 5
 _END_SECONDS = 9.0  # from the first signal to the forced end of the process
 
@@ -46,14 +48,25 @@ class CannotListen(Unavailable, OSError):
 
 
 class Deadlines(H11Protocol):
-    """Close a connection when a request's headers are not complete in HEADER_SECONDS."""
+    """Close a connection when a request's headers are not complete in HEADER_SECONDS.
+
+    heard_at: when its last bytes came, by the loop's clock.
+    """
+
+    @property
+    def waits(self) -> bool:
+        """True if the connection has no request in progress."""
+        busy = self.cycle is not None and not self.cycle.response_complete
+        return not busy and not self.transport.is_closing()
 
     def connection_made(self, transport: Any) -> None:
+        self.heard_at = self.loop.time()
         super().connection_made(transport)
         self._deadline: asyncio.TimerHandle | None = None
         self._await_request()
 
     def data_received(self, data: bytes) -> None:
+        self.heard_at = self.loop.time()
         super().data_received(data)
         busy = self.cycle is not None and not self.cycle.response_complete
         if busy and self._deadline is not None:
@@ -112,6 +125,14 @@ class _Server(uvicorn.Server):
             keep_small(2)
         return await super().on_tick(counter) or self._unused()
 
+    def make_room(self) -> bool:
+        """Close the connection that has waited longest for a request; False: all have one."""
+        connections = cast("set[Deadlines]", self.server_state.connections)
+        waiting = [one for one in connections if one.waits]
+        if waiting:
+            min(waiting, key=lambda one: one.heard_at).transport.abort()
+        return bool(waiting)
+
     def _unused(self) -> bool:
         state = self.server_state
         in_use = bool(state.tasks) or self.config.app.state.host.in_use  # type: ignore[union-attr]
@@ -134,7 +155,7 @@ def make_server(
     tell: Callable[[str], None] = lambda _: None,
     unused_s: float = math.inf,
     app: Any = None,
-) -> uvicorn.Server:
+) -> _Server:
     """Build a server that does not run yet. Port 0 means any free port.
 
     tell: see ModelManager. unused_s: see _Server. app: the application; None: one with engines.
@@ -152,6 +173,7 @@ def make_server(
             access_log=False,
             h11_max_incomplete_event_size=HEADER_BYTES,
             limit_concurrency=MOST_CONNECTIONS,
+            loop="asyncio",  # others do not accept through a Listener
             timeout_graceful_shutdown=_GOODBYE_SECONDS,
             server_header=False,
         ),
@@ -174,7 +196,8 @@ def run_server(
     make_server.
     """
     family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
-    with socket.socket(family) as sock:
+    most = min(MOST_CONNECTIONS - 1, raise_descriptor_limit() // 2)
+    with Listener(family, most) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             sock.bind((server.host, server.port))
@@ -184,6 +207,7 @@ def run_server(
         sock.listen()  # connections wait from now on, and are not refused
         listening(_address(*sock.getsockname()[:2]))
         running = make_server(settings, server, config, tell, unused_s, app)
+        sock.make_room = running.make_room
         try:
             running.run(sockets=[sock])
         finally:

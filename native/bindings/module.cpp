@@ -132,6 +132,7 @@ void bind_slot_pool(py::module_& m) {
         .def_property_readonly("slot_bytes", &SlotPool::slot_bytes)
         .def_property_readonly("bytes", &SlotPool::bytes)
         .def("release", &SlotPool::release, py::arg("slot"))
+        .def("release_all", &SlotPool::release_all, py::call_guard<py::gil_scoped_release>())
         .def_buffer([](SlotPool& pool) {
             const auto row = static_cast<py::ssize_t>(pool.slot_bytes());
             return py::buffer_info(reinterpret_cast<std::uint8_t*>(pool.base()),
@@ -296,6 +297,7 @@ PYBIND11_MODULE(_native, m) {
         },
         py::arg("bytes"), py::arg("threads"), py::arg("prefetch"), py::arg("huge_pages"),
         py::arg("rounds"), py::call_guard<py::gil_scoped_release>());
+    m.def("most_open_files", &most_open_files);
     m.def("_nothing", [] {});  // measures the cost of a call, for tests and benchmarks
     m.def("end_after_signals", &platform::end_after_signals, py::arg("seconds"));
     m.def("syncfs", &sync_file_system, py::arg("fd"));

@@ -14,6 +14,7 @@
 #include <io.h>
 #include <windows.h>
 #else
+#include <sys/resource.h>
 #include <unistd.h>
 #endif
 
@@ -45,6 +46,8 @@ inline std::ptrdiff_t read_at(int file, void* to, std::size_t bytes, std::int64_
 }
 
 inline int sync_file_system(int file) { return ::_commit(file); }
+
+inline std::size_t descriptor_limit() { return 1024; }
 
 #else
 
@@ -85,6 +88,12 @@ inline int sync_file_system(int file) {
 #else
     return ::fsync(file);
 #endif
+}
+
+// The most descriptors that this process may have open now: the soft limit.
+inline std::size_t descriptor_limit() {
+    rlimit limit{};
+    return ::getrlimit(RLIMIT_NOFILE, &limit) == 0 ? static_cast<std::size_t>(limit.rlim_cur) : 256;
 }
 
 #endif

@@ -68,7 +68,9 @@ CopyQueue::~CopyQueue() {
 }
 
 void CopyQueue::close() {
-    if (platform::process_number() == process_) parts_->core.close();
+    if (platform::process_number() != process_) return;
+    parts_->core.close();
+    parts_->reader.files.close();  // a file that a hung thread reads closes when it returns
 }
 
 }  // namespace moeinf

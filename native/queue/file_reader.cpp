@@ -4,12 +4,16 @@
 #include <algorithm>
 #include <cassert>
 #include <cerrno>
+#include <mutex>
 #include <stdexcept>
 #include <system_error>
 #include <utility>
+#include <vector>
 
 namespace moeinf {
 namespace {
+
+constexpr std::size_t kLeastOpenFiles = 16, kMostOpenFiles = 4096;
 
 [[noreturn]] void fail_io(int code, const std::string& path, const std::string& what) {
     throw Failed(Failure::Kind::kIo, code, path,
@@ -34,6 +38,68 @@ struct FileReader::Descriptor {
     Descriptor& operator=(const Descriptor&) = delete;
 };
 
+// All readers of the process. Every member is used under the mutex.
+class FileReader::OpenFiles {
+  public:
+    std::mutex mutex;
+    std::uint64_t uses = 0;
+
+    // Never destroyed: a reader may return from the kernel while the process exits.
+    static OpenFiles& all() {
+        static auto* const files = new OpenFiles;
+        return *files;
+    }
+
+    void enter(FileReader* reader) { readers_.push_back(reader); }
+
+    void leave(FileReader* reader) {
+        drop(*reader);
+        std::erase(readers_, reader);
+    }
+
+    // Closes the file that was used least recently, of any reader.
+    void evict_oldest() {
+        FileReader* oldest = nullptr;
+        for (FileReader* one : readers_)
+            if (!one->recent_.empty() &&
+                (oldest == nullptr || one->recent_.back().used < oldest->recent_.back().used))
+                oldest = one;
+        if (oldest != nullptr) evict(*oldest);
+    }
+
+    void evict(FileReader& reader) {
+        reader.by_path_.erase(reader.recent_.back().path);
+        reader.recent_.pop_back();
+        --count_;
+    }
+
+    void drop(FileReader& reader) {
+        while (!reader.recent_.empty()) evict(reader);
+    }
+
+    void drop_all() {
+        for (FileReader* one : readers_) drop(*one);
+    }
+
+    // Counts a new file, and closes others until all are within their bounds.
+    void admitted(FileReader& reader) {
+        ++count_;
+        if (reader.recent_.size() > reader.options_.max_open_files) evict(reader);
+        for (const std::size_t most = most_open_files(); count_ > most;) evict_oldest();
+    }
+
+    void left() { --count_; }
+
+  private:
+    std::vector<FileReader*> readers_;
+    std::size_t count_ = 0;
+};
+
+std::size_t most_open_files() noexcept {
+    return std::clamp<std::size_t>(platform::descriptor_limit() / 4, kLeastOpenFiles,
+                                   kMostOpenFiles);
+}
+
 FileReader::FileReader(FileOptions options) : options_(options) {
     if (options.max_open_files == 0)
         throw std::invalid_argument("max_open_files must be at least 1");
@@ -42,12 +108,25 @@ FileReader::FileReader(FileOptions options) : options_(options) {
         throw std::invalid_argument("block_bytes must be a multiple of " +
                                     std::to_string(kPageBytes) + " up to " +
                                     std::to_string(kMaxBlockBytes));
+    OpenFiles& all = OpenFiles::all();
+    const std::lock_guard lock(all.mutex);
+    all.enter(this);
 }
 
-FileReader::~FileReader() = default;
+FileReader::~FileReader() {
+    OpenFiles& all = OpenFiles::all();
+    const std::lock_guard lock(all.mutex);
+    all.leave(this);
+}
 
-// Returns the descriptor number, or -1 with errno. When out of descriptors, drops the cached ones
-// and tries again, once.
+void FileReader::close() {
+    OpenFiles& all = OpenFiles::all();
+    const std::lock_guard lock(all.mutex);
+    all.drop(*this);
+}
+
+// Returns the descriptor number, or -1 with errno. When out of descriptors, drops the cached ones of
+// all readers and tries again, once.
 int FileReader::try_open(const std::string& path, int extra_flags) {
     bool gave_back = false;
     for (;;) {
@@ -60,9 +139,9 @@ int FileReader::try_open(const std::string& path, int extra_flags) {
             return -1;
         }
         gave_back = true;
-        const std::lock_guard lock(mutex_);
-        by_path_.clear();
-        recent_.clear();
+        OpenFiles& all = OpenFiles::all();
+        const std::lock_guard lock(all.mutex);
+        all.drop_all();
     }
 }
 
@@ -84,47 +163,49 @@ FileReader::DescriptorPtr FileReader::open(const std::string& path, bool direct)
 
 FileReader::DescriptorPtr FileReader::acquire(const std::string& path) {
     {
-        const std::lock_guard lock(mutex_);
+        OpenFiles& all = OpenFiles::all();
+        const std::lock_guard lock(all.mutex);
         if (const auto found = by_path_.find(path); found != by_path_.end()) {
             recent_.splice(recent_.begin(), recent_, found->second);
+            found->second->used = ++all.uses;
             return found->second->file;
         }
     }
     return keep(path, open(path, options_.direct));  // may wait on the drive: not under the mutex
 }
 
-// Caches a descriptor and evicts the least recently used one if the cache is full. Returns the
+// Caches a descriptor and evicts the least recently used ones beyond the bounds. Returns the
 // descriptor of another thread if that one was first.
 FileReader::DescriptorPtr FileReader::keep(const std::string& path, DescriptorPtr file) {
-    const std::lock_guard lock(mutex_);
+    OpenFiles& all = OpenFiles::all();
+    const std::lock_guard lock(all.mutex);
     if (const auto found = by_path_.find(path); found != by_path_.end()) {
         return found->second->file;  // another thread opened it first; this one closes
     }
-    recent_.push_front({path, file});
+    recent_.push_front({path, file, ++all.uses});
     by_path_.emplace(recent_.front().path, recent_.begin());
-    if (recent_.size() > options_.max_open_files) {
-        by_path_.erase(recent_.back().path);
-        recent_.pop_back();
-    }
+    all.admitted(*this);
     return file;
 }
 
 void FileReader::forget(const std::string& path) {
     DescriptorPtr file;
     {
-        const std::lock_guard lock(mutex_);
+        OpenFiles& all = OpenFiles::all();
+        const std::lock_guard lock(all.mutex);
         const auto found = by_path_.find(path);
         if (found == by_path_.end()) return;
         const auto node = found->second;
         file = std::move(node->file);
         by_path_.erase(found);  // before its key's node
         recent_.erase(node);
+        all.left();
     }
     platform::drop_pages(file->number);
 }
 
 std::size_t FileReader::open_files() const {
-    const std::lock_guard lock(mutex_);
+    const std::lock_guard lock(OpenFiles::all().mutex);
     return recent_.size();
 }
 

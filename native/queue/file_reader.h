@@ -3,13 +3,16 @@
 // The cache of descriptors (thousands of shards, a few hundred descriptors):
 //
 //   recent_  front: just used <-> ... <-> back: closed next        at most max_open_files
-//            { path, shared_ptr<Descriptor> }
+//            { path, shared_ptr<Descriptor>, moment of the last use }
 //   by_path_ path -> node of recent_; its keys are views into the nodes, which never move
 //
-// recent_ and by_path_ are written only under mutex_. No system call that may block happens under
-// it, except the close of an evicted file. A reader holds its own reference during a read, so
-// eviction never closes a descriptor in use. At most max_open_files + (threads reading) descriptors
-// are open.
+// All readers of the process together keep at most a quarter of its descriptors (most_open_files).
+// Beyond that the file that was used least recently is closed, of whichever reader.
+//
+// recent_ and by_path_ of all readers are used only under one mutex, that of OpenFiles. No system
+// call that may block happens under it, except the close of an evicted file. A reader holds its own
+// reference during a read, so eviction never closes a descriptor in use. At most most_open_files +
+// (threads reading) descriptors are open.
 //
 // If the file system returns EINVAL for O_DIRECT (at the open, or at a read), the file is opened
 // without it. It stays so while it is in the cache. Other files are not affected: they may be on
@@ -25,7 +28,6 @@
 #include <cstdint>
 #include <list>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -49,10 +51,13 @@ static_assert(kMaxBlockBytes % kPageBytes == 0, "a split read stays aligned");
 
 struct FileOptions {
     bool direct = false;  // O_DIRECT where the file system supports it
-    std::size_t max_open_files = 256;
+    std::size_t max_open_files = SIZE_MAX;  // of this reader; most_open_files bounds them all
     std::size_t block_bytes = kMaxBlockBytes;  // per system call: a multiple of kPageBytes
     FileCalls calls = {};
 };
+
+// The bound of open files of all readers: a quarter of the process's descriptors as of now.
+std::size_t most_open_files() noexcept;
 
 class FileReader {
   public:
@@ -74,6 +79,9 @@ class FileReader {
     // drive, or to the file that has replaced it.
     void forget(const std::string& path);
 
+    // Closes all files that no thread reads. A later read opens its file again.
+    void close();
+
     bool direct() const noexcept { return options_.direct; }  // as requested
     std::uint64_t direct_refusals() const noexcept { return refusals_; }
     std::size_t open_files() const;  // in the cache; each read in progress may hold one more
@@ -84,7 +92,9 @@ class FileReader {
     struct Entry {
         std::string path;
         DescriptorPtr file;
+        std::uint64_t used;  // grows with each use of any reader's file
     };
+    class OpenFiles;
 
     int try_open(const std::string& path, int extra_flags);
     DescriptorPtr open(const std::string& path, bool direct);
@@ -95,7 +105,6 @@ class FileReader {
 
     const FileOptions options_;
     std::atomic<std::uint64_t> refusals_{0};
-    mutable std::mutex mutex_;
     std::list<Entry> recent_;
     std::unordered_map<std::string_view, std::list<Entry>::iterator> by_path_;
 };

@@ -57,6 +57,10 @@ void SlotPool::release(std::size_t slot) {
     platform::give_back(base_ + slot * slot_bytes_, slot_bytes_);
 }
 
+void SlotPool::release_all() {
+    platform::give_back(base_, bytes());
+}
+
 SlotPool::~SlotPool() {
     calls_.unmap(base_, bytes());
 }

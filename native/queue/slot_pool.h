@@ -70,6 +70,9 @@ class SlotPool {
     // Nothing may write to it meanwhile. Throws std::out_of_range.
     void release(std::size_t slot);
 
+    // The same for all slots.
+    void release_all();
+
   private:
     ArenaCalls calls_;
     std::byte* base_ = nullptr;

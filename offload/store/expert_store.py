@@ -317,13 +317,16 @@ class ExpertStore(NativeLayerExperts):
             self._open.abandon()
 
     def close(self) -> None:
-        """End copies and readers; no slot may be used afterwards."""
+        """End copies and readers, and free the slots, which may not be used afterwards.
+
+        Slots that a device has locked are freed with its last reference to them.
+        """
         self.abandon()
         try:
             for tier in self.above:
                 tier.close()
         finally:
-            self.host.close()
+            self.host.close(locked=bool(self.above))
             if self.low is not None:
                 self.low.close()
 

@@ -2,7 +2,6 @@
 
 Does not know families, or tiers above. A miss of a layer is *coming* from `bring` to `arrive`: its
 slot is assigned and pinned. prefetch.py handles prefetches.
-
 Only the engine's thread uses it.
 """
 
@@ -53,7 +52,7 @@ class HostTier:
         layouts: of every expert, in the order of cells, each within a slot of the pool.
         experts: number of one layer. slots: of the pool, those in use; None: all of them.
         """
-        self.experts, self.layouts = experts, tuple(layouts)
+        self.experts, self.layouts, self._pool = experts, tuple(layouts), pool
         self.table = Residency(slots or pool.slots, len(layouts), pool.slots)
         self.policy = policy
         self.stats, self.decoding = stats or StoreStats(), False
@@ -356,9 +355,11 @@ class HostTier:
         if self.decoding:
             self.stats.decode_policy_seconds += self.clock() - begin
 
-    def close(self) -> None:
-        """End the readers; the slots must not be used afterwards."""
+    def close(self, locked: bool = False) -> None:
+        """End the readers, and free the slots; `locked`: with their last reference."""
         self._transfer.close()
+        if not locked:
+            self._pool.release_all()
 
 
 class CpuWork:

@@ -88,6 +88,11 @@ class CachedTable:
         self._last: _Wanted | None = None  # of `ahead`, mostly those of the next `rows`
         self.reads = self.hits = 0  # blocks, and rows that were in the cache
 
+    def close(self) -> None:
+        """End the readers, and free the landing places; no row may be read afterwards."""
+        self._reads.close()
+        self._pool.release_all()
+
     def ahead(self, ids: Tensor) -> None:
         """Start to read the blocks of rows ids [n] int64 that are not here, as many as land."""
         found = self._last = self._found(ids[: len(self._landings)].numpy())

@@ -178,7 +178,7 @@ class BlockReads:
 
     def __init__(self, pool: SlotPool, *, readers: int, direct_io: bool) -> None:
         """Open the queue. Slot n has the source n, which moves with every read."""
-        self._queue = CopyQueue(pool, readers=readers, direct=direct_io, max_open_files=1024)
+        self._queue = CopyQueue(pool, readers=readers, direct=direct_io)
         self._bytes = pool.slot_bytes
         for _ in range(pool.slots):
             self._queue.add_source("", 0, pool.slot_bytes)
@@ -201,3 +201,7 @@ class BlockReads:
     def may_write(self, slot: int) -> bool:
         """Return True if a read that hangs may still write into the slot."""
         return not self._queue.can_submit(slot)
+
+    def close(self) -> None:
+        """End the readers."""
+        self._queue.close()

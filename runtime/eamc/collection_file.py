@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,7 @@ class EamcState:
         header = msgspec.json.encode(_Header("eamc", VERSION, layers, experts))
         folder = settings.state_of(manifest.model)
         self.recording = recording_path(settings, manifest.model)
+        self._problem = partial(_problem, self._shape)  # not a method: the log must not hold this
         self._log = RecordLog(folder, _LOG, header, self._problem, note)
 
     @property
@@ -148,20 +150,21 @@ class EamcState:
     def _encoded(self, eamc: Eamc) -> list[bytes]:
         return [_encode(entry) for entry in eamc.entries()]
 
-    def _problem(self, header: bytes) -> str | None:
-        try:
-            found = _HEADER.decode(header)
-        except (ValueError, RecursionError):
-            return "is not an EAMC"
-        if (found.kind, found.version) != ("eamc", VERSION):
-            return f"is of version {found.version}, not {VERSION}"
-        if (found.layers, found.experts) != self._shape:
-            layers, experts = self._shape
-            return (
-                f"is of a model of {found.layers} layers of {found.experts} experts, "
-                f"not {layers} of {experts}"
-            )
-        return None
+
+def _problem(shape: tuple[int, int], header: bytes) -> str | None:
+    """Return why a log with this header is not one of layers and experts of the shape, or None."""
+    try:
+        found = _HEADER.decode(header)
+    except (ValueError, RecursionError):
+        return "is not an EAMC"
+    if (found.kind, found.version) != ("eamc", VERSION):
+        return f"is of version {found.version}, not {VERSION}"
+    if (found.layers, found.experts) != shape:
+        return (
+            f"is of a model of {found.layers} layers of {found.experts} experts, "
+            f"not {shape[0]} of {shape[1]}"
+        )
+    return None
 
 
 def export_eamc(eamc: Eamc, path: Path) -> None:

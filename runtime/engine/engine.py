@@ -86,9 +86,10 @@ class Engine:
         opened: ExitStack,
     ) -> None:
         """Take the opened parts. opened: closes all the others."""
+        # Nothing here refers back to the engine: the last reference to it frees the memory.
         self.info, self.tracing, self.notes = info, tracing, notes
         self._text = text
-        self.store, self.gpu = tiers.store, tiers.gpu
+        self.store, self.gpu = store, _ = tiers.store, tiers.gpu
         self._weights, self.prefixes, self._opened = weights, prefixes, opened
         self.draft = draft
         fixed = "" if tiers.gpu is None else "the memory of experts is fixed while a GPU uses it"
@@ -97,8 +98,8 @@ class Engine:
             info.threads,
             in_torch=info.format == "F32",
             tuned=tune_threads and tiers.gpu is None,
-            waited=lambda: self.store.stats.stall_seconds,
-            warming=lambda: self.store.host.warming,
+            waited=lambda: store.stats.stall_seconds,
+            warming=lambda: store.host.warming,
         )
 
     @property
@@ -156,9 +157,15 @@ class Engine:
                 info, text, tiers, weights, draft, prefixes, tracing, plan.notes,
                 config.tune_threads, opened.pop_all(),
             )  # fmt: skip
-        plan.registration.publish(partial(figures, lambda: engine.info, tiers.store, expires_at))
-        if config.memory is None:
-            engine.watch_memory()
+        try:
+            plan.registration.publish(
+                partial(figures, lambda: engine.info, tiers.store, expires_at)
+            )
+            if config.memory is None:
+                engine.watch_memory()
+        except BaseException:  # no thread can be started
+            engine.close()
+            raise
         return engine
 
     @property

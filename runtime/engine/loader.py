@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, cast
@@ -85,7 +85,7 @@ class DenseWeights(DenseViews):
         try:
             header = read_dense_header(folder / DENSE)
             keeps = manifest.keeps if isinstance(manifest, Part) else None
-            buffer, checksum = _read_dense(
+            buffer, self._pool, checksum = _read_dense(
                 folder, record, config, reading, math, progress or LoadProgress(), keeps
             )
         except (BadCheckpoint, OSError) as error:
@@ -96,6 +96,7 @@ class DenseWeights(DenseViews):
         super().__init__(header, buffer, record.data_offset, math, config.kv)
         self._folder, self._manifest = folder, manifest
         self._config, self._reading = config, reading
+        self._tables: list[CachedTable] = []
 
     def table(self, prefix: str, count: int, width: int) -> Table:
         """Open a table, with its share of the RAM for tables."""
@@ -107,7 +108,7 @@ class DenseWeights(DenseViews):
         table = tables[number]
         paths = [file.path for file in self._manifest.table_files(number)]
         sample = [self._folder / path for path in paths[:: max(1, len(paths) // _SAMPLED_SHARDS)]]
-        return CachedTable(
+        opened = CachedTable(
             table,
             self._folder,
             paths,
@@ -116,6 +117,14 @@ class DenseWeights(DenseViews):
             direct_io=_past_the_cache(self._config, self._reading, sample),
             model=str(self._manifest.model),
         )
+        self._tables.append(opened)
+        return opened
+
+    def close(self) -> None:
+        """End the tables' readers, and free the memory of the weights; nothing may use them."""
+        for table in self._tables:
+            table.close()
+        self._pool.release_all()
 
 
 def _widener(table: RowTable) -> Callable[[Tensor], Tensor]:
@@ -133,8 +142,8 @@ def _read_dense(
     math: DenseMath,
     progress: LoadProgress,
     keeps: Callable[[int, int], bool] | None,
-) -> tuple[Tensor, int]:
-    """Read the dense file to the device of `math`; return its data and CRC-32C.
+) -> tuple[Tensor, SlotPool, int]:
+    """Read the dense file to the device of `math`; return its data, their pool and CRC-32C.
 
     The readers of experts read it. In RAM the pieces are the slots of a pool, which are contiguous
     on huge pages. The checksum of one piece is computed while the next are in flight. Pieces for a
@@ -172,7 +181,7 @@ def _read_dense(
                 tickets += transfer.demand([following], [following % pool.slots])
     finally:
         transfer.close()
-    return buffer, checksum
+    return buffer, pool, checksum
 
 
 def _past_the_cache(config: EngineConfig, reading: Reading, paths: Sequence[Path]) -> bool:
@@ -203,14 +212,17 @@ def load_model(
     reading: Reading,
     math: DenseMath | None = None,
     progress: LoadProgress | None = None,
+    opened: ExitStack | None = None,
 ) -> Model:
     """Build the family's model with its dense weights, on the device of `math`.
 
-    Raises DamagedModel.
+    opened: frees the weights. Raises DamagedModel.
     """
     values = read_json(folder / CONFIG)
     family = family_of(values)
     weights = DenseWeights(folder, manifest, config, reading, math, progress)
+    if opened is not None:
+        opened.callback(weights.close)
     return family.build(family.parse(values), weights)
 
 

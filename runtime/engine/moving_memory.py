@@ -18,6 +18,9 @@ from moeinf.runtime.invalid import InvalidValue
 _LOOK_EVERY_S = 0.05
 
 
+def _ignore(_line: str) -> None: ...
+
+
 class Watch(Protocol):
     """A thread that requests moves by itself."""
 
@@ -96,11 +99,12 @@ class MovingMemory:
         return done.result()
 
     def close(self) -> None:
-        """Refuse all further moves."""
+        """Refuse all further moves, and let go of the engine."""
         with self._lock:
             self._closed = True
             self._serve()
         self.watched_by(None)
+        self._resize, self.tell = int, _ignore
 
     def _serve(self) -> None:
         """Make the requested moves. The caller holds the lock."""

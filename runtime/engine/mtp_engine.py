@@ -168,6 +168,7 @@ def open_mtp(plan: Plan, model: Model, opened: ExitStack) -> MtpEngine | None:
     )
     tiers = open_tiers(own, opened)
     weights = DenseWeights(own.folder, modules, own.config, tiers.reading)
+    opened.callback(weights.close)
     built = family.build(family.parse(values), weights)
     assert isinstance(built, MtpModules)
     warm_up(tiers)

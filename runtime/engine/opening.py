@@ -234,7 +234,8 @@ def load_weights(
     if plan.config.cache_aware:
         inside = CacheAwareMath(tiers.store, plan.config.cache_aware)
     with _room_for("dense weights", tiers.gpu):
-        model = load_model(plan.folder, plan.manifest, plan.config, tiers.reading, inside, progress)
+        about = plan.folder, plan.manifest, plan.config, tiers.reading
+        model = load_model(*about, inside, progress, opened)
     weights = LoadedModel(model)
     opened.callback(weights.close)
     return weights

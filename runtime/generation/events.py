@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from moeinf.errors import forget_frames
 from moeinf.runtime.requests import Limits, SamplingOptions
 from moeinf.runtime.sampling.grammar import Constrain
 
@@ -79,9 +80,15 @@ class Ended:
 
 @dataclass(frozen=True)
 class Failed:
-    """The last event of an answer that an error has cut off."""
+    """The last event of an answer that an error has cut off.
+
+    The error has no traceback, whose frames would keep what the engine had.
+    """
 
     error: Exception
+
+    def __post_init__(self) -> None:
+        forget_frames(self.error)
 
 
 @dataclass(frozen=True)

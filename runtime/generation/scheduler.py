@@ -160,7 +160,8 @@ class Scheduler:
         self._prepared, self._running = [], []
         self._free.clear()
         self._places.clear()
-        del self._engine
+        self._ended = lambda _: None
+        del self._engine, self.speculation
         return left
 
     def _place(self, one: Prepared, seconds: float = 0.0) -> None:

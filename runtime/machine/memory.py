@@ -10,6 +10,7 @@ import mmap
 import os
 import re
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 from moeinf.runtime import system
@@ -90,6 +91,12 @@ def keep_code_caches_small() -> None:
         os.environ.setdefault(variable, _CODE_CACHE_SHAPES)
 
 
+@cache
+def _c_library() -> ctypes.CDLL:
+    """Open the C library once: each object of it is a cycle."""
+    return ctypes.CDLL(None)
+
+
 def keep_heap_small() -> None:
     """Make glibc return freed blocks above 1 MiB at once, and limit new threads to two heaps.
 
@@ -97,7 +104,7 @@ def keep_heap_small() -> None:
     keeps the holes: 7 to 23 MiB after a long prefill. It also has up to eight heaps per core, each
     of which keeps its peak size (docs/decisions/0010). Other C libraries have no such options.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    mallopt = getattr(_c_library(), "mallopt", None)
     if mallopt is not None:
         for parameter in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
             mallopt(parameter, _LARGE_BLOCK_BYTES)
@@ -106,7 +113,7 @@ def keep_heap_small() -> None:
 
 def return_free_pages() -> None:
     """Return the free pages of all heaps to the system, including those between used blocks."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    trim = getattr(_c_library(), "malloc_trim", None)
     if trim is not None:
         trim(0)
 

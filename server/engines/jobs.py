@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+from weakref import WeakMethod
 
 from moeinf.errors import Unavailable
 from moeinf.runtime.generation.events import Reading, Request
@@ -56,7 +57,8 @@ class Job(Request):
 
     def __post_init__(self) -> None:
         self.stopped = self.cancelled.is_set
-        self.reading = self._read
+        read = WeakMethod(self._read)  # a job must not be a cycle: its text may be long
+        self.reading = lambda done, tokens: (found := read()) and found(done, tokens)
         if (routed := ROUTED.get()) is not None:
             self.routed = routed
         if (stored := STORED.get()) is not None:

@@ -95,6 +95,7 @@ class ModelManager:
         self._starting: dict[ModelName, LoadProgress] = {}
         self._own_context: dict[ModelName, int] = {}  # in tokens, where no request named one
         self._closing: set[asyncio.Future[bool]] = set()
+        self._discarding: set[asyncio.Future[bool]] = set()
         self._unended: list[Worker] = []  # closed, and possibly still running
         self.failure = ""  # of the last load, if neither the model nor memory caused it
 
@@ -230,6 +231,7 @@ class ModelManager:
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
         ended = await asyncio.shield(closing)
+        await asyncio.to_thread(return_free_pages)
         if not ended:
             self._unended = [one for one in (*self._unended, worker) if not one.close(0)]
             self._tell(_STUCK)
@@ -294,7 +296,18 @@ class ModelManager:
 
         while self._closing:
             await asyncio.wait(self._closing)
-        manifest, worker = await asyncio.to_thread(start)
-        if worker.failure is not None:
-            raise worker.failure
+        loading = asyncio.ensure_future(asyncio.to_thread(start))
+        try:
+            manifest, worker = await asyncio.shield(loading)
+        except asyncio.CancelledError:
+            loading.add_done_callback(self._discard)
+            raise
+        worker.check_loaded()
         return manifest, worker
+
+    def _discard(self, loading: asyncio.Future[tuple[Manifest, Worker]]) -> None:
+        """Close an engine whose load has ended after its request was cancelled."""
+        if not loading.cancelled() and loading.exception() is None:
+            closing = asyncio.ensure_future(self._close(loading.result()[1]))
+            self._discarding.add(closing)
+            closing.add_done_callback(self._discarding.discard)

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
+from moeinf.errors import forget_frames
 from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.generation.events import Ended, Failed, Reading, Request
 from moeinf.runtime.generation.scheduler import Scheduler
@@ -93,6 +94,15 @@ class Worker:
     def _begun(self) -> list[Request]:
         return [] if self._scheduler is None else self._scheduler.requests
 
+    def check_loaded(self) -> None:
+        """Raise the error that prevented the load, and forget it: its traceback will grow here."""
+        failure, self._failure = self._failure, None
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            del failure
+
     def submit(self, job: Job) -> None:
         """Queue a job. Raises Busy when the queue is full, Unloaded when this is closing."""
         with self._changed:
@@ -158,6 +168,7 @@ class Worker:
                     left = self._scheduler.close()  # states go before their engine
         except BaseException as error:  # a panic of Rust is no Exception
             self._failure = as_exception(error)
+            forget_frames(self._failure)  # which hold what the engine had
             end = self._failure if self._lost is None else self._lost
         with self._changed:
             self._closing = True

@@ -7,8 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from moeinf.native import PAGE_BYTES, SHARD_DATA_OFFSET, CopyQueue, CorruptShard, SlotPool, crc32c
+from moeinf.native import (
+    PAGE_BYTES,
+    SHARD_DATA_OFFSET,
+    CopyQueue,
+    CorruptShard,
+    SlotPool,
+    crc32c,
+    most_open_files,
+)
 
+resource = pytest.importorskip("resource", reason="needs limits of processes, which Windows lacks")
 MODES = pytest.mark.parametrize("direct", [False, True], ids=["buffered", "direct"])
 
 
@@ -190,6 +199,30 @@ def test_more_files_than_descriptors(make_shard, pool, direct):
     queue.close()
     del queue
     assert count_in("/proc/self/fd") == before
+
+
+@pytest.mark.linux("reads /proc")
+def test_queues_share_one_bound_of_files(make_shard, pool):
+    """A quarter of the limit as it is now; the file that was used least recently is closed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    shards = [make_shard(f"E{i:03}", 100 + i) for i in range(60)]
+    queues = [CopyQueue(pool, readers=1) for _ in range(3)]
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
+        assert most_open_files() == 50
+        before = count_in("/proc/self/fd")
+        for number, shard in enumerate(shards):
+            queue = queues[number % 3]
+            read(queue, shard.add_to(queue))
+            assert shard.is_in(pool, 0)
+        assert sum(queue.open_files for queue in queues) == 50
+        assert count_in("/proc/self/fd") - before <= 50
+        assert [queue.open_files for queue in queues] in ([17, 17, 16], [17, 16, 17], [16, 17, 17])
+        queues[0].close()
+        assert queues[0].open_files == 0
+        assert count_in("/proc/self/fd") - before <= 34
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.linux("uses /dev/shm")

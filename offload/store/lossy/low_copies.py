@@ -59,7 +59,7 @@ class LowCopies:
 
         layouts: of the copies, by cell. above: see `light`.
         """
-        self._host, self._transfer, self._above = host, transfer, above
+        self._host, self._transfer, self._above, self._pool = host, transfer, above, pool
         distinct = {layout: SlotMath(layout, pool, math) for layout in dict.fromkeys(layouts)}
         self._math = [distinct[layout] for layout in layouts]  # by cell
         self._slot_of: OrderedDict[int, int] = OrderedDict()  # the cell used last is the last
@@ -141,8 +141,9 @@ class LowCopies:
                     self._forget(cell)
 
     def close(self) -> None:
-        """End the readers; the slots must not be used afterwards."""
+        """End the readers, and free the slots, which must not be used afterwards."""
         self._transfer.close()
+        self._pool.release_all()
 
     def _forget(self, cell: int) -> None:
         self._free.append(self._slot_of.pop(cell))
