@@ -38,6 +38,7 @@ async def create(asked: ResponsesRequest, request: Request) -> Response:
         asked.limits(),
         logprobs=asked.logprobs(),
         constrain=constrain,
+        kept=asked.keep_prefix,
     )
     loaded, told = await begun(request, asked.model, job, turn)
     answering = _Answering(asked, own, request, loaded, turn)
