@@ -48,9 +48,9 @@ async def _planned(model: str, request: Request, installed: bool) -> Response:
     def work(client: Client) -> Line:
         from moeinf.runtime.jobs.plan_model import plan_model
 
-        if installed:
-            Library(settings).find(model)
         with _TURNS.turn(client):
+            if installed:
+                Library(settings).find(model)
             return plan_model(model, config, settings, lambda _: None, client.stop).document()
 
     return await respond(request, "plan", work, stream=False)

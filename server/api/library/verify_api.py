@@ -35,10 +35,10 @@ async def verify(asked: VerifyRequest, request: Request) -> Response:
 
 
 def _verify(model: str, library: Library, client: Client) -> Line:
-    manifest, folder = library.read(model)
     from moeinf.runtime.library import verify as checks  # imports torch
 
     with _TURNS.turn(client):
+        manifest, folder = library.read(model)
         damages = checks.verify(folder, manifest, Progress(client, manifest.digest))
     found = [{"path": one.path, "problem": one.problem} for one in damages]
     about = {"model": str(manifest.model), "files": len(manifest.files), "damaged": found}
