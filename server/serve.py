@@ -19,7 +19,6 @@ from typing import Any
 
 import h11
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from moeinf.errors import MoeinfError, Unavailable, problem
 from moeinf.runtime.config import EngineConfig, ServerSettings, Settings
@@ -27,6 +26,7 @@ from moeinf.runtime.machine.memory import keep_heap_small
 from moeinf.runtime.server_log import keep_small
 from moeinf.server.api.answers import BadRequest
 from moeinf.server.app import create_app
+from moeinf.server.http.answer_bytes import WatchedReader
 from moeinf.server.http.log_lines import log_config
 from moeinf.server.http.refusals import HeadersTooLong
 from moeinf.server.http.security import HEADER_BYTES
@@ -44,7 +44,7 @@ class CannotListen(Unavailable, OSError):
     hint = "`moeinf stop --all`, which stops your server, or `moeinf serve --port N`"
 
 
-class Deadlines(H11Protocol):
+class Deadlines(WatchedReader):
     """Close a connection when a request's headers are not complete in HEADER_SECONDS."""
 
     def connection_made(self, transport: Any) -> None:
