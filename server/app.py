@@ -41,6 +41,7 @@ from moeinf.server.http.security import Guard
 from moeinf.server.metrics import Metrics
 
 _EXPIRE_EVERY_S = 60.0
+_MOST_SHOWS = 1  # of /api/show at a time: an answer may have megabytes
 _NOT_FIELDS = ("body", "str", "int", "float", "bool")
 _FIELD = re.compile("[a-z0-9_]+")  # others are of forms: list[InputItem], literal['none','auto']
 
@@ -58,7 +59,7 @@ def root(request: Request) -> Response:
 
 
 @router.get("/health")
-def health(request: Request) -> JSONResponse:
+async def health(request: Request) -> JSONResponse:
     """Return status "ok"; 503 with the reason after a load that failed by a fault of the program.
 
     The next load that succeeds ends that.
@@ -117,6 +118,7 @@ def create_app(
     app.state.responses = ResponseStore()
     app.state.blobs = Blobs(settings.home / "blobs")
     app.state.uploads = set()
+    app.state.shows = asyncio.Semaphore(_MOST_SHOWS)
     app.state.context_shift = server.context_shift
     for routes in (
         ollama_api,

@@ -19,7 +19,6 @@ from typing import Any, cast
 
 import h11
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from moeinf.errors import MoeinfError, Unavailable, problem
 from moeinf.native import end_after_signals
@@ -29,6 +28,7 @@ from moeinf.runtime.server_log import keep_small
 from moeinf.runtime.system import raise_descriptor_limit
 from moeinf.server.api.answers import BadRequest
 from moeinf.server.app import create_app
+from moeinf.server.http.answer_bytes import WatchedReader
 from moeinf.server.http.listener import Listener
 from moeinf.server.http.log_lines import log_config
 from moeinf.server.http.refusals import HeadersTooLong
@@ -47,7 +47,7 @@ class CannotListen(Unavailable, OSError):
     hint = "`moeinf stop --all`, which stops your server, or `moeinf serve --port N`"
 
 
-class Deadlines(H11Protocol):
+class Deadlines(WatchedReader):
     """Close a connection when a request's headers are not complete in HEADER_SECONDS.
 
     heard_at: when its last bytes came, by the loop's clock.

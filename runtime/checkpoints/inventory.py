@@ -52,6 +52,7 @@ from moeinf.runtime.checkpoints.quantised.nvfp4 import NVFP4
 from moeinf.runtime.checkpoints.table_pieces import in_order, piece_of
 
 _HEAD = "lm_head.weight"
+_MOST_CELLS = 1 << 18  # experts over all layers; Kimi K3 has 83,328
 _LINEAR_FORMS = {"Q3": "Q4", "Q2": "Q4"}  # every token uses linears, and they are few
 # Tensors that stay float32. The correction bias only chooses experts: in bfloat16 DeepSeek-V3 would
 # choose others. Then come decay rates, whose error accumulates with every token, the weights of
@@ -92,8 +93,7 @@ class WantedParts:
     def embedding(self, prefix: str, count: int, width: int) -> Embedding:
         self.shapes[f"{prefix}.weight"] = (count, width)
         self.embeddings.add(f"{prefix}.weight")
-        weight = torch.empty(count, width, device="meta")
-        return Embedding.of(weight)
+        return Embedding.of(torch.empty(count, width, device="meta"))
 
     def table(self, prefix: str, count: int, width: int) -> Table:
         self.tables[prefix] = (count, width)
@@ -131,8 +131,7 @@ class Inventory:
     """The dense tensors and the experts of a checkpoint that its family needs.
 
     forms: the formats of single tensors, see Forms. tables: the tensors of each table (base.Table),
-    in order. Raises BadCheckpoint if they do not suit the
-    tensors.
+    in order. Raises BadCheckpoint if they do not suit the tensors.
     """
 
     family: Family
@@ -288,13 +287,15 @@ def take_inventory(family: Family, checkpoint: Checkpoint, mtp: bool = True) -> 
 def _taken(family: Family, config: Any, checkpoint: Checkpoint) -> Inventory:
     wanted = WantedParts()
     model = family.build(config, wanted)
+    cells = model.moe.layers * model.moe.experts
+    if cells > _MOST_CELLS:
+        raise BadCheckpoint(f"{checkpoint.folder}: its config has {cells} experts, over all layers")
     dense: dict[str, SourceTensor] = {}
     experts: dict[ExpertKey, dict[str, SourceTensor]] = {}
     unused: list[str] = []
     tables: dict[str, dict[int, SourceTensor]] = {prefix: {} for prefix in wanted.tables}
     for name, tensor in joined(checkpoint, lambda name: family.ignores(name, config)).items():
-        fused = family.fused(name, config)
-        if fused is not None:
+        if (fused := family.fused(name, config)) is not None:
             for key, role, piece in unfuse(fused, tensor, model.moe):
                 experts.setdefault(key, {})[role] = piece
             continue
@@ -321,14 +322,14 @@ def _taken(family: Family, config: Any, checkpoint: Checkpoint) -> Inventory:
                 "which the config has not"
             )
     missing = [name for name in wanted.shapes if name not in dense]
-    for layer in range(model.moe.layers):
-        for expert in range(model.moe.experts):
-            have = experts.get(ExpertKey(layer, expert), {})
-            missing += [
-                f"{role} of expert {expert} in MoE layer {layer}"
-                for role in model.moe.parts
-                if role not in have
-            ]
+    for cell in range(cells):
+        layer, expert = divmod(cell, model.moe.experts)
+        have = experts.get(ExpertKey(layer, expert), {})
+        missing += [
+            f"{role} of expert {expert} in MoE layer {layer}"
+            for role in model.moe.parts
+            if role not in have
+        ]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise BadCheckpoint(f"{checkpoint.folder} lacks {missing[0]}{more}")

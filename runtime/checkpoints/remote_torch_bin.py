@@ -12,7 +12,6 @@ One real header is compared at once. `check_table` compares the whole table afte
 from __future__ import annotations
 
 import io
-import re
 import struct
 import zipfile
 from collections.abc import Callable, Mapping
@@ -23,9 +22,8 @@ from typing import IO, cast
 
 from moeinf.errors import reason
 from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint, SourceTensor
-from moeinf.runtime.checkpoints.torch_bin import MAX_PICKLE_BYTES, read_torch_file
+from moeinf.runtime.checkpoints.torch_bin import MAX_PICKLE_BYTES, is_storage, read_torch_file
 
-_STORAGE = re.compile(r"[^/]++/data/[0-9]++")
 _HEADER = struct.Struct("<4s22xHH")  # signature, lengths of the name and of the extra field
 _SIGNATURE = b"PK\3\4"
 _ALIGNMENT = 64
@@ -72,7 +70,7 @@ def _fill_from(
 ) -> None:
     compared = False
     for entry, following in zip(entries, [*map(_place, entries[1:]), end], strict=True):
-        if not _STORAGE.fullmatch(entry.filename):
+        if not is_storage(entry.filename):
             ranges.copy(entry.header_offset, following)
             continue
         header = _header(entry)

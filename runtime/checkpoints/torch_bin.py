@@ -1,13 +1,15 @@
 """Read the table of a PyTorch `.bin` file, for checkpoints without safetensors.
 
-A `.bin` is a zip of a pickle and raw storages. torch's weights-only unpickler reads the pickle; it
-constructs only tensors. FakeTensorMode gives them no memory. The result is the offset of each
-tensor's bytes in the file.
+A `.bin` is a zip of a pickle and raw storages. state_pickle.py checks the pickle first. Then
+torch's weights-only unpickler reads it; it constructs only tensors. FakeTensorMode gives them no
+memory. The result is the offset of each tensor's bytes in the file.
 """
 
 from __future__ import annotations
 
+import io
 import pickle
+import re
 import zipfile
 from pathlib import Path
 
@@ -29,8 +31,11 @@ from moeinf.runtime.checkpoints.checkpoint import (
     read_config,
     read_json,
 )
+from moeinf.runtime.checkpoints.state_pickle import check_pickle
 
-MAX_PICKLE_BYTES = 64 << 20
+MAX_PICKLE_BYTES = 64 << 20  # with all other records that are no storages
+_MOST_DIRECTORY_BYTES = 16 << 20  # of the zip; a tensor needs some 100
+_STORAGE = re.compile(r"[^/]+/data/[0-9]+")
 _NAME = {dtype: name for name, dtype in TORCH_DTYPE.items()}
 
 
@@ -38,6 +43,7 @@ def read_torch_file(path: Path) -> dict[str, SourceTensor]:
     """Return the tensors of a `.bin` file. Raises BadCheckpoint unless it is a plain state dict."""
     _check_zip(path)
     try:
+        _check_pickles(path)
         with FakeTensorMode():
             state = torch.load(path, weights_only=True)
     except pickle.UnpicklingError as error:
@@ -63,25 +69,50 @@ def open_folder(folder: Path) -> Checkpoint:
     return make_checkpoint(folder, config, index, lambda name: read_torch_file(folder / name), BIN)
 
 
+def is_storage(name: str) -> bool:
+    """Return True for the name of a record that holds weights."""
+    return _STORAGE.fullmatch(name) is not None
+
+
 def _check_zip(path: Path) -> None:
     """Raise BadCheckpoint unless the file is an uncompressed zip with a pickle of bounded size.
 
     torch would decompress others, or read them as an old-format pickle without a bound.
     """
     check_weights(path)
+    left = MAX_PICKLE_BYTES
     try:
-        with zipfile.ZipFile(path) as archive:
+        with _Directory(path) as file, zipfile.ZipFile(file) as archive:
             for entry in archive.infolist():
                 if entry.compress_type != zipfile.ZIP_STORED:
                     raise BadCheckpoint(f"{path}: {entry.filename} is compressed")
-                if entry.filename.endswith(".pkl") and entry.file_size > MAX_PICKLE_BYTES:
-                    raise BadCheckpoint(f"{path}: its pickle has {entry.file_size} bytes")
+                left -= 0 if is_storage(entry.filename) else entry.file_size
+                if left < 0:
+                    raise BadCheckpoint(f"{path}: {entry.filename} has {entry.file_size} bytes")
     except FileNotFoundError as error:
         raise BadCheckpoint(f"{path} is missing") from error
     except BadCheckpoint:
         raise
     except (zipfile.BadZipFile, RuntimeError, ValueError, OSError) as error:
         raise BadCheckpoint(f"{path} is not a PyTorch zip file: {reason(error)}") from error
+
+
+class _Directory(io.FileIO):
+    """A file of which no long piece is read: the zip's directory is one."""
+
+    def read(self, count: int | None = -1) -> bytes:
+        if count is not None and count > _MOST_DIRECTORY_BYTES:
+            raise zipfile.BadZipFile(f"its directory has {count} bytes")
+        return super().read(count)
+
+
+def _check_pickles(path: Path) -> None:
+    """Check every pickle of the zip, whichever torch reads. Raises as check_pickle."""
+    with zipfile.ZipFile(path) as archive:
+        for entry in archive.infolist():
+            if entry.filename.lower().endswith(".pkl"):  # torch's look-up ignores case
+                entry.CRC = None  # type: ignore[assignment]  # torch can write it as 0
+                check_pickle(archive.read(entry))
 
 
 def _source_tensor(path: Path, size: int, name: str, tensor: object) -> SourceTensor:

@@ -44,6 +44,18 @@ class Piece:
     tokens: int = field(default=0, compare=False)
 
 
+CACHED_BLOCK = 64  # tokens
+
+
+def in_blocks(cached: int) -> int:
+    """Return a number of reused tokens in whole blocks, as clients are told it.
+
+    An exact one would tell a client how far its text agrees with another client's, letter by
+    letter.
+    """
+    return cached - cached % CACHED_BLOCK
+
+
 @dataclass(frozen=True)
 class Reading:
     """Progress of a long prompt, before the first piece. Numbers are of its tokens."""

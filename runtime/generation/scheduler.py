@@ -40,7 +40,7 @@ from moeinf.runtime.config import PREFILL_CHUNK
 from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.generation.answer import Answer
 from moeinf.runtime.generation.drafts.speculation import Speculation
-from moeinf.runtime.generation.events import Ended, Failed, Piece, Request, Vector
+from moeinf.runtime.generation.events import Ended, Failed, Piece, Request, Vector, in_blocks
 from moeinf.runtime.generation.group_gate import GroupGate
 from moeinf.runtime.generation.in_flight import (
     READ_FAILED,
@@ -208,7 +208,7 @@ class Scheduler:
             raise
         cached = place.state.length
         self.prompt_tokens += len(prompt)
-        self.reused_tokens += cached
+        self.reused_tokens += in_blocks(cached)
         self._free.remove(place)
         request.times.start()
         found = Running(request, place, answer, one.constraint, len(prompt), cached, number)

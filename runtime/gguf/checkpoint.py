@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from moeinf.models.config import MAX_EXPERTS
 from moeinf.runtime.checkpoints.checkpoint import (
     CONFIG,
     BadCheckpoint,
@@ -41,7 +42,7 @@ _ALONE = re.compile(r"ffn_(gate|up|down)\.(0|[1-9]\d{0,8})\.weight")  # files of
 _NULL = ("q_lora_rank", "linear_lower_bound")  # null has a meaning
 # Factors of NVFP4 matrices, and of activations, which have more bits here.
 _SCALE, _INPUT_SCALE = ".scale", ".input_scale"
-_MAX_PIECES = 1 << 20  # tensors of experts
+_MAX_PIECES = 1 << 19  # tensors of experts; Kimi K3 has 250,000
 _NEXTN = "nextn."
 
 
@@ -92,6 +93,7 @@ def _sorted(
     tensors: dict[str, SourceTensor] = {}
     experts: dict[tuple[int, int, str], SourceTensor] = {}
     sparse, top = _sparse_layers(keys), {**_TOP, **known.top(keys)}
+    pieces = 0  # of stacked tensors
     for name, tensor in keys.file.tensors.items():
         if name in FACTORS or _belongs(name, keys):  # in the config, or read with a matrix
             continue
@@ -102,15 +104,15 @@ def _sorted(
             tensors[top.get(name, name)] = _outside(keys, known, source_tensor(keys, tensor))
             continue
         block, inner = int(match[1]), match[2]
-        _check_stack(keys, tensor, inner)
+        pieces += _count_stack(keys, tensor, inner)
+        if pieces > _MAX_PIECES:
+            raise keys.bad(f"has more than {_MAX_PIECES} tensors of experts")
         if block >= keys.layers:
             tensors |= _of_module(keys, known, block, inner, tensor)
-            _check_count(keys, tensors)
             continue
         layer = sparse.get(block, len(sparse))
         found = list(_experts_of(keys, tensor, inner))
         experts |= {(layer, expert, role): piece for expert, role, piece in found}
-        _check_count(keys, experts)
         if not found and inner not in known.used:
             named, made = _dense(keys, known, block, inner, tensor)
             tensors[named] = made
@@ -124,20 +126,19 @@ def _sorted(
     return tensors, experts
 
 
-def _check_stack(keys: Keys, tensor: GgufTensor, inner: str) -> None:
-    """Raise BadCheckpoint for stacked experts of another number than the file has."""
+def _count_stack(keys: Keys, tensor: GgufTensor, inner: str) -> int:
+    """Return the number of tensors that stacked experts become.
+
+    Raises BadCheckpoint for another number of experts than the file has.
+    """
     stack = _STACKED.fullmatch(inner)
     if stack is None:
-        return
+        return 0
     fits = len(tensor.shape) == (3 if stack[2] == "weight" else 2)
-    fits = fits and tensor.shape[0] == keys.count("expert_count")
+    fits = fits and tensor.shape[0] == keys.count("expert_count") <= MAX_EXPERTS
     if not fits or (stack[1] == "gate_up" and tensor.shape[1] % 2):
         raise keys.bad(f"has {tensor.name[:80]!r} of a shape that does not fit expert_count")
-
-
-def _check_count(keys: Keys, found: Sized) -> None:
-    if len(found) > _MAX_PIECES:
-        raise keys.bad(f"has more than {_MAX_PIECES} tensors of experts")
+    return tensor.shape[0] * (2 if stack[1] == "gate_up" else 1)
 
 
 def _of_module(
@@ -275,4 +276,6 @@ def _experts_of(
 def _share(tensor: SourceTensor, number: int, count: int, shape: tuple[int, ...]) -> SourceTensor:
     """Return share `number` of `count` equal shares along the outermost side."""
     size = tensor.size_bytes // count
-    return replace(tensor, shape=shape, offset=tensor.offset + number * size, size_bytes=size)
+    at = tensor.offset + number * size
+    factor = tensor.factor
+    return SourceTensor(tensor.name, tensor.dtype, shape, tensor.path, at, size, factor=factor)

@@ -2,13 +2,14 @@
 
 The format is that of docs/gguf.md in the repository ggml: magic, version, two counts, pairs of key
 and value, descriptions of tensors, padding, data. Sizes and counts are compared with the bytes of
-the file before anything of that size is allocated.
+the file before anything of that size is allocated. An array stays bytes until it is looked up.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import struct
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ _NUMBERS = {
     12: "<f8",
 }  # fmt: skip
 _FLOAT, _BOOL, _STRING, _ARRAY = 6, 7, 8, 9
+_LENGTH = struct.Struct("<Q")
 
 FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _MAX_FACTOR_BYTES = 1 << 18
@@ -51,6 +53,62 @@ class GgufTensor:
     size_bytes: int
 
 
+@dataclass
+class Room:
+    """Limits of the headers of all parts of a file together. Each header takes from them."""
+
+    header_bytes: int = MAX_HEADER_BYTES
+    keys: int = _MAX_KEYS
+    tensors: int = _MAX_TENSORS
+    items: int = _MAX_ITEMS
+
+
+@dataclass(frozen=True)
+class _Array:
+    """An array as it lies in the file."""
+
+    kind: int
+    count: int
+    data: bytes
+
+    def values(self) -> list[Any]:
+        if self.kind == _STRING:
+            return list(self._strings())
+        if self.kind == _BOOL:
+            return [bool(item) for item in self.data]
+        items = np.frombuffer(self.data, _NUMBERS[self.kind])
+        if self.kind == _FLOAT:
+            return [float(str(item)) for item in items]
+        found: list[Any] = items.tolist()
+        return found
+
+    def _strings(self) -> Iterator[str]:
+        at = 0
+        for _ in range(self.count):
+            start = at + 8
+            at = start + int.from_bytes(self.data[at:start], "little")
+            yield self.data[start:at].decode("utf-8", "replace")
+
+
+class Metadata(Mapping[str, Any]):
+    """Values by key. An array becomes a list when it is first looked up."""
+
+    def __init__(self, stored: dict[str, Any]) -> None:
+        self._stored = stored
+
+    def __getitem__(self, key: str) -> Any:
+        value = self._stored[key]
+        if isinstance(value, _Array):
+            value = self._stored[key] = value.values()
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+
 @dataclass(frozen=True)
 class Header:
     """The metadata of one file by key, and its tensors by name."""
@@ -61,12 +119,13 @@ class Header:
     factors: Mapping[str, tuple[float, ...]]  # the values of the tensors FACTORS
 
 
-def parse_header(path: Path, size: int, fetch: Fetch) -> Header:
+def parse_header(path: Path, size: int, fetch: Fetch, room: Room | None = None) -> Header:
     """Read the header of a file of `size` bytes. Raises BadCheckpoint with the reason.
 
-    path: names the file in errors. fetch: returns the bytes at an offset, fewer at the end.
+    path: names the file in errors. fetch: returns the bytes at an offset, fewer at the end. room:
+    what the headers of the parts before have left.
     """
-    cursor = _Cursor(path, size, fetch)
+    cursor = _Cursor(path, size, fetch, room or Room())
     if cursor.take(4) != MAGIC:
         raise cursor.bad("is not a GGUF file: its first bytes are not GGUF")
     version = cursor.number("<u4")
@@ -75,7 +134,9 @@ def parse_header(path: Path, size: int, fetch: Fetch) -> Header:
     if version not in (2, 3):
         raise cursor.bad(f"is GGUF of version {version}; versions 2 and 3 are supported")
     tensors, keys = cursor.number("<u8"), cursor.number("<u8")
-    if tensors > _MAX_TENSORS or keys > _MAX_KEYS:
+    cursor.room.tensors -= tensors
+    cursor.room.keys -= keys
+    if cursor.room.tensors < 0 or cursor.room.keys < 0:
         raise cursor.bad(f"claims {tensors} tensors and {keys} keys, which is too many")
     metadata: dict[str, Any] = {}
     for _ in range(keys):
@@ -87,7 +148,7 @@ def parse_header(path: Path, size: int, fetch: Fetch) -> Header:
     start = _data_start(cursor, metadata)
     placed = _placed(cursor, described, *start)
     factors = {name: _factors(cursor, placed[name], fetch) for name in FACTORS if name in placed}
-    return Header(metadata, placed, cursor.at, factors)
+    return Header(Metadata(metadata), placed, cursor.at, factors)
 
 
 def _factors(cursor: _Cursor, tensor: GgufTensor, fetch: Fetch) -> tuple[float, ...]:
@@ -103,24 +164,23 @@ def _factors(cursor: _Cursor, tensor: GgufTensor, fetch: Fetch) -> tuple[float, 
 class _Cursor:
     """A position in the header, which reads ahead in chunks and never beyond its bounds."""
 
-    def __init__(self, path: Path, size: int, fetch: Fetch) -> None:
-        self.path, self.size, self.at = path, size, 0
-        self.items = 0  # values in arrays so far
+    def __init__(self, path: Path, size: int, fetch: Fetch, room: Room) -> None:
+        self.path, self.size, self.room, self.at = path, size, room, 0
         self._fetch = fetch
         self._chunk, self._start = b"", 0
 
     def bad(self, problem: str) -> BadCheckpoint:
         return BadCheckpoint(f"{self.path} {problem}")
 
-    def room(self, count: int) -> None:
+    def check(self, count: int) -> None:
         """Raise BadCheckpoint unless `count` more bytes are in the file and in the limit."""
         if count > self.size - self.at:
             raise self.bad("is truncated or damaged: its header reaches beyond the end of the file")
-        if count > MAX_HEADER_BYTES - self.at:
-            raise self.bad(f"has a header of more than {MAX_HEADER_BYTES} bytes")
+        if count > self.room.header_bytes:
+            raise self.bad(f"has a header of more than {MAX_HEADER_BYTES} bytes, with other parts")
 
     def take(self, count: int) -> bytes:
-        self.room(count)
+        self.check(count)
         begin = self.at - self._start
         if begin + count > len(self._chunk):
             wanted = min(max(count, _CHUNK_BYTES), self.size - self.at)
@@ -128,6 +188,7 @@ class _Cursor:
             if len(self._chunk) < count:
                 raise self.bad("is truncated")
         self.at += count
+        self.room.header_bytes -= count
         return self._chunk[begin : begin + count]
 
     def number(self, kind: str) -> Any:
@@ -140,6 +201,24 @@ class _Cursor:
         if length > most_bytes:
             raise self.bad(f"has a string of {length} bytes where at most {most_bytes} are allowed")
         return self.take(length).decode("utf-8", "replace")
+
+    def strings(self, count: int) -> bytes:
+        """Return the lengths and bytes of `count` strings, as they lie."""
+        self.check(8 * count)
+        data = bytearray()
+        while count:
+            begin = end = self.at - self._start
+            while count and end + 8 <= len(self._chunk):  # those that are in the chunk
+                after = end + 8 + _LENGTH.unpack_from(self._chunk, end)[0]
+                if after > len(self._chunk):
+                    break
+                end, count = after, count - 1
+            data += self.take(end - begin)
+            if count:
+                data += (length := self.take(8))
+                data += self.take(*_LENGTH.unpack(length))
+                count -= 1
+        return bytes(data)
 
 
 def _value(cursor: _Cursor, key: str) -> Any:
@@ -155,26 +234,19 @@ def _value(cursor: _Cursor, key: str) -> Any:
     return cursor.number(_NUMBERS[kind])
 
 
-def _array(cursor: _Cursor, key: str) -> list[Any]:
+def _array(cursor: _Cursor, key: str) -> _Array:
     kind, count = cursor.number("<u4"), cursor.number("<u8")
     if kind == _ARRAY:
         raise cursor.bad(f"has an array of arrays as {key[:80]!r}, which is not supported")
-    cursor.items += count
-    if cursor.items > _MAX_ITEMS:
-        raise cursor.bad(f"has more than {_MAX_ITEMS} values in arrays")
+    cursor.room.items -= count
+    if cursor.room.items < 0:
+        raise cursor.bad(f"has more than {_MAX_ITEMS} values in arrays, with other parts")
     if kind == _STRING:
-        cursor.room(8 * count)
-        return [cursor.string(MAX_HEADER_BYTES) for _ in range(count)]
-    if kind == _BOOL:
-        return [bool(item) for item in cursor.take(count)]
-    if kind not in _NUMBERS:
+        return _Array(kind, count, cursor.strings(count))
+    if kind not in (_BOOL, *_NUMBERS):
         raise cursor.bad(f"gives {key[:80]!r} the unknown type {kind}")
-    dtype = np.dtype(_NUMBERS[kind])
-    items = np.frombuffer(cursor.take(count * dtype.itemsize), dtype)
-    if kind == _FLOAT:
-        return [float(str(item)) for item in items]
-    found: list[Any] = items.tolist()
-    return found
+    size = 1 if kind == _BOOL else np.dtype(_NUMBERS[kind]).itemsize
+    return _Array(kind, count, cursor.take(count * size))
 
 
 def _describe(cursor: _Cursor) -> GgufTensor:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint, check_weights, explained
-from moeinf.runtime.gguf.header import GgufTensor, Header, parse_header
+from moeinf.runtime.gguf.header import GgufTensor, Header, Room, parse_header
 
 SUFFIX = ".gguf"
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE | re.DOTALL)
@@ -60,20 +60,21 @@ def stem_of(name: str) -> str:
     return match[1] if match else name[: -len(SUFFIX)]
 
 
-def read_part(path: Path) -> Header:
-    """Read the header of one local file. Raises BadCheckpoint."""
+def read_part(path: Path, room: Room | None = None) -> Header:
+    """Read the header of one local file. room: see parse_header. Raises BadCheckpoint."""
     check_weights(path)
     with explained(path), path.open("rb") as file:
         descriptor = file.fileno()
         size = os.fstat(descriptor).st_size
-        return parse_header(path, size, lambda at, count: os.pread(descriptor, count, at))
+        return parse_header(path, size, lambda at, count: os.pread(descriptor, count, at), room)
 
 
-def join_parts(paths: list[Path], read: Callable[[Path], Header]) -> GgufFile:
+def join_parts(paths: list[Path], read: Callable[[Path, Room], Header]) -> GgufFile:
     """Join the headers of all parts, in order. Raises BadCheckpoint if they do not fit."""
+    room = Room()
     tensors: dict[str, GgufTensor] = {}
     factors: dict[str, tuple[float, ...]] = {}
-    headers = [read(path) for path in paths]
+    headers = [read(path, room) for path in paths]
     for number, (path, header) in enumerate(zip(paths, headers, strict=True)):
         count = header.metadata.get("split.count", 1)
         if count not in (len(paths), 0) or header.metadata.get("split.no", number) != number:

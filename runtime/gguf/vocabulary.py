@@ -23,10 +23,9 @@ from moeinf.runtime.gguf.tokens import (
     text_of,
 )
 from moeinf.runtime.gguf.word_patterns import WORDS, Words
-from moeinf.runtime.text.tokenizer_trial import Trial
+from moeinf.runtime.text.tokenizer_trial import MOST_TEMPLATE_BYTES, Trial
 
 _TEMPLATE = "tokenizer.chat_template"
-_MAX_TEMPLATE = 1 << 22  # characters
 _SPACE = "\u2581"  # a space in a token
 _KEEP_SPACE = {"<unk>", "<s>", "<|endoftext|>"}  # of Phi-3's special tokens
 
@@ -209,8 +208,10 @@ def _varint(value: int) -> bytes:
 def _config(metadata: Mapping[str, Any], found: Vocabulary) -> dict[str, Any]:
     """Return tokenizer_config.json. Raises BadCheckpoint for a template that is no text."""
     template = metadata.get(_TEMPLATE, metadata.get(_TEMPLATE + ".default"))
-    if template is not None and (not isinstance(template, str) or len(template) > _MAX_TEMPLATE):
-        raise BadCheckpoint(f"{_TEMPLATE}: expected a text of up to {_MAX_TEMPLATE} characters")
+    if template is not None and (
+        not isinstance(template, str) or len(template.encode()) > MOST_TEMPLATE_BYTES
+    ):
+        raise BadCheckpoint(f"{_TEMPLATE}: expected a text of up to {MOST_TEMPLATE_BYTES} bytes")
     tokens = {"bos": found.bos, "eos": found.eos, "unk": found.unknown, "pad": found.padding}
     texts = {f"{name}_token": found.texts[end] for name, end in tokens.items() if end is not None}
     flags = {"add_bos_token": found.adds_bos, "add_eos_token": found.adds_eos}

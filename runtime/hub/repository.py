@@ -44,7 +44,7 @@ from moeinf.runtime.checkpoints.quantised.fp8 import files_of
 from moeinf.runtime.checkpoints.quantised.joining import joined
 from moeinf.runtime.checkpoints.remote_torch_bin import check_table, read_remote_table
 from moeinf.runtime.gguf.checkpoint import checkpoint_of
-from moeinf.runtime.gguf.header import Header
+from moeinf.runtime.gguf.header import Header, Room
 from moeinf.runtime.gguf.header import parse_header as parse_gguf
 from moeinf.runtime.gguf.reader import join_parts, read_part
 from moeinf.runtime.hub.download import (
@@ -129,7 +129,7 @@ class HubSource:
             self.small: list[RemoteFile] = []
             self._identified = dict(repository.files)
 
-    def _open_parts(self, read: Callable[[Path], Header]) -> Checkpoint:
+    def _open_parts(self, read: Callable[[Path, Room], Header]) -> Checkpoint:
         paths = [self._folder / part.name for part in self.files]
         return checkpoint_of(join_parts(paths, read))
 
@@ -139,7 +139,7 @@ class HubSource:
         for name, header in self._parts.items():
             tensors = {n: replace(t, path=folder / name) for n, t in header.tensors.items()}
             self._parts[name] = replace(header, tensors=tensors)
-        self.checkpoint = self._open_parts(lambda path: self._parts[path.name])
+        self.checkpoint = self._open_parts(lambda path, _: self._parts[path.name])
 
     def _open_folder(self, repository: Repository) -> None:
         """Read config, index and headers, as a checkpoint's folder has them."""
@@ -308,14 +308,14 @@ class HubSource:
         self._tables[name] = read_remote_table(file.size_bytes, read, self._folder / name)
         return self._tables[name]
 
-    def _part(self, path: Path) -> Header:
+    def _part(self, path: Path, room: Room) -> Header:
         """Return the header of a remote GGUF file."""
         file = self._file(path.name)
 
         def read(at: int, count: int) -> bytes:
             return fetch_bytes(self._fetcher, file, at, at + count)
 
-        self._parts[path.name] = parse_gguf(path, file.size_bytes, read)
+        self._parts[path.name] = parse_gguf(path, file.size_bytes, read, room)
         return self._parts[path.name]
 
     def _check_table(self, path: Path) -> None:

@@ -11,6 +11,7 @@ from moeinf.runtime.invalid import InvalidValue
 from moeinf.runtime.ollama_options import Options, read_options
 
 MOST_TEXT_BYTES = 1 << 20  # of all texts together
+MOST_ONE_BYTES = 64 << 10  # of a system text, a template, a licence
 MOST_MESSAGES = 1024
 _SYSTEM = ("system", "developer")  # roles at the beginning of a request's messages
 
@@ -61,13 +62,21 @@ class Defaults(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
     def check(self) -> None:
         """Raise InvalidValue for a parameter, or for texts that are too long."""
         _ = self.options
-        said = [message.content for message in self.messages]
-        texts = [self.system or "", self.template or "", *said, *self.licences]
-        size = sum(len(text.encode("utf-8", "replace")) for text in texts)
+        named = [("system", self.system), ("template", self.template)]
+        size = sum(_bytes_of(message.content) for message in self.messages)
+        for name, text in (*named, *(("license", text) for text in self.licences)):
+            size += (count := _bytes_of(text or ""))
+            if count > MOST_ONE_BYTES:
+                words = f"{name}: {count} bytes are invalid (expected at most {MOST_ONE_BYTES})"
+                raise InvalidValue(words)
         if size > MOST_TEXT_BYTES:
             raise InvalidValue(f"the texts have {size} bytes (at most {MOST_TEXT_BYTES})")
         if len(self.messages) > MOST_MESSAGES:
             raise InvalidValue(f"messages: at most {MOST_MESSAGES} are possible")
+
+
+def _bytes_of(text: str) -> int:
+    return len(text.encode("utf-8", "replace"))
 
 
 def with_defaults(

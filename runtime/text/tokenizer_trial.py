@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from moeinf.runtime.checkpoints import sentencepiece
-from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint
+from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint, read_json
 from moeinf.runtime.checkpoints.sentencepiece import MAX_BYTES
 from moeinf.runtime.limited_process import LimitedProcess, LimitExceeded, Refused
 from moeinf.runtime.text import tiktoken
 
 CONVERTED = (*sentencepiece.NAMES, *tiktoken.NAMES)  # files that become a tokenizer.json
+MOST_TEMPLATE_BYTES = 1 << 20  # of all chat templates of a model together
 TRIAL_SECONDS = 60.0  # of wall time; a vocabulary of 250,000 takes some 3 s
 
 
@@ -69,6 +70,20 @@ def try_tokenizer(path: Path) -> None:
     """Check that the tokenizer.json at `path` loads and works in time. Raises BadCheckpoint."""
     with Trial() as trial:
         trial.of_file(path)
+
+
+def check_templates(folder: Path) -> None:
+    """Raise BadCheckpoint if the chat templates in a folder are too long."""
+    file, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
+    size = file.stat().st_size if file.is_file() else 0
+    given = read_json(config).get("chat_template") if config.is_file() else None
+    named = given if isinstance(given, list) else [{"template": given}]
+    for one in named:
+        text = one.get("template") if isinstance(one, dict) else None
+        size += len(text.encode("utf-8", "replace")) if isinstance(text, str) else 0
+    if size > MOST_TEMPLATE_BYTES:
+        words = f"a chat template of {size} bytes is refused (at most {MOST_TEMPLATE_BYTES})"
+        raise BadCheckpoint(words)
 
 
 def convert(read: Callable[[str], bytes | None]) -> bytes | None:

@@ -27,6 +27,7 @@ from moeinf.runtime.generation.events import (
     Piece,
     Reading,
     TokenInfo,
+    in_blocks,
 )
 from moeinf.runtime.generation.prompts import Message, chat_prompt, text_prompt
 from moeinf.runtime.generation.turns import latest_turns
@@ -280,8 +281,8 @@ def progress_of(event: Reading) -> dict[str, int]:
     """Return the progress of a prompt with the names of llama.cpp's server."""
     return {
         "total": event.tokens,
-        "cache": event.cached,
-        "processed": event.read,
+        "cache": in_blocks(event.cached),
+        "processed": event.read if event.read == event.tokens else in_blocks(event.read),
         "time_ms": round(event.seconds * 1e3),
     }
 

@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import msgspec
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
@@ -17,15 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from moeinf.errors import MoeinfError
 from moeinf.runtime.config import Settings, parse_duration
 from moeinf.runtime.generation.events import Ended, Failed, Reading
-from moeinf.runtime.hub.aliases import licence_of
 from moeinf.runtime.library.clone import copy_model
-from moeinf.runtime.library.defaults import Defaults
 from moeinf.runtime.library.manifest import Manifest
-from moeinf.runtime.library.modelfile import modelfile_of, parameters_text
 from moeinf.runtime.sampling.grammar import json_of
-from moeinf.runtime.text.reasoning import thinks
-from moeinf.runtime.text.tokenizer import chat_template
-from moeinf.runtime.text.tool_calls import knows_tools
 from moeinf.runtime.version import version
 from moeinf.server.api.answers import BadRequest, events, noted, words_of
 from moeinf.server.api.chat_turn import (
@@ -42,6 +35,7 @@ from moeinf.server.api.fields.bounds import Few, Listed, Tokens
 from moeinf.server.api.fields.optional import RequestObject
 from moeinf.server.api.logprobs import token_words
 from moeinf.server.api.ollama_options import read_options, without_effect
+from moeinf.server.api.ollama_show import details_of, shown
 from moeinf.server.api.openai_format import lossy_of
 from moeinf.server.api.prompts import MessageExtras
 from moeinf.server.engines.jobs import Job
@@ -52,6 +46,7 @@ from moeinf.server.http.request_log import notes_of
 
 router = APIRouter(route_class=JsonRoute)
 Seconds = str | int | float | None
+_JSON_TIMES = 6  # a control character is \u0001
 
 
 class Message(MessageExtras):
@@ -311,40 +306,13 @@ def _living(loaded: Loaded) -> dict[str, Any]:
 
 
 @router.post("/api/show")
-def show(asked: ModelRequest, request: Request) -> dict[str, Any]:
-    host: ModelManager = request.app.state.host
-    m, folder = host.library.read(asked.wanted)
-    given = m.defaults or Defaults(str(m.model))
-    template = chat_template(folder) or "" if given.template is None else given.template
-    capabilities = {
-        "completion": not m.encoder_layers,
-        "tools": knows_tools(template),
-        "thinking": thinks(template),
-    }
-    info = {
-        "general.architecture": m.family,
-        f"{m.family}.block_count": m.layers,
-        f"{m.family}.expert_count": m.experts,
-        f"{m.family}.expert_used_count": m.top_k,
-        f"{m.family}.embedding_length": m.hidden_width,
-        f"{m.family}.context_length": m.max_context,
-        "moeinf.experts_bytes": m.slots.max_bytes,
-        "moeinf.least_memory_bytes": m.slots.min_bytes,
-    }
-    licence = "\n".join(given.licences) or licence_of(m.source)
-    return {
-        "model": str(m.model),
-        **({"license": licence} if licence else {}),
-        **({"system": given.system} if given.system else {}),
-        **({"messages": msgspec.to_builtins(given.messages)} if given.messages else {}),
-        "modelfile": modelfile_of(m)[0],
-        "parameters": parameters_text(given),
-        "template": template,
-        "details": _details(m),
-        "model_info": info,
-        "capabilities": [name for name, there in capabilities.items() if there],
-        "modified_at": m.created_at,
-    }
+async def show(asked: ModelRequest, request: Request) -> Response:
+    library, wanted = request.app.state.host.library, asked.wanted
+    async with request.app.state.shows:
+        document = await asyncio.to_thread(shown, library, wanted)
+        texts = (text for text in document.values() if isinstance(text, str))
+        request.state.body.hold(_JSON_TIMES * sum(map(len, texts)))  # before they are written
+        return await asyncio.to_thread(Answer, document)
 
 
 @router.post("/api/copy")
@@ -373,19 +341,7 @@ def _described(m: Manifest) -> dict[str, Any]:
         "modified_at": m.created_at,
         "size": m.size_bytes,
         "digest": m.digest,
-        "details": _details(m),
-    }
-
-
-def _details(m: Manifest) -> dict[str, Any]:
-    parameters = m.layers * m.experts * m.expert_layouts[0].weights
-    return {
-        "parent_model": "" if m.defaults is None else m.defaults.base,
-        "format": "safetensors",
-        "family": m.family,
-        "families": [m.family],
-        "parameter_size": f"{parameters / 1e9:.1f}B",
-        "quantization_level": m.tag.upper(),
+        "details": details_of(m),
     }
 
 

@@ -89,6 +89,7 @@ class CompletionFields(Sampled):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     return_progress: bool = False
+    keep_prefix: bool = True  # for later requests
     stop: StopText | Few[StopText] | None = None
     max_tokens: int | None = Field(None, ge=-1)
 
@@ -168,7 +169,15 @@ async def chat_completions(asked: ChatRequest, request: Request) -> Response:
     )
     constrain = call_of_one(tools) if must_call else json_of(schema, tools)
     limits = asked.limits(most)
-    job = Job(turn.prepare, asked.sampling(), limits, lambda _: None, count, constrain)
+    job = Job(
+        turn.prepare,
+        asked.sampling(),
+        limits,
+        lambda _: None,
+        count,
+        constrain,
+        kept=asked.keep_prefix,
+    )
 
     def probabilities(found: list[Any]) -> Any:
         return {"content": found, "refusal": None} if count is not None else None
@@ -216,7 +225,8 @@ async def completions(asked: CompletionRequest, request: Request) -> Response:
         return ids
 
     limits = asked.limits(16 if asked.max_tokens is None else asked.max_tokens)
-    job = Job(prepare, asked.sampling(), limits, lambda _: None, asked.logprobs)
+    about = (asked.sampling(), limits, lambda _: None, asked.logprobs)
+    job = Job(prepare, *about, kept=asked.keep_prefix)
 
     words = LegacyWords()
 

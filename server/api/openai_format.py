@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from moeinf.runtime.generation.events import Ended
+from moeinf.runtime.generation.events import Ended, in_blocks
 from moeinf.server.api.answers import BadRequest
 from moeinf.server.api.chat_turn import Part, Reply, ToolCall
 from moeinf.server.api.fields.bounds import Listed
@@ -100,7 +100,7 @@ def usage_of(ended: Ended) -> dict[str, Any]:
         "prompt_tokens": ended.prompt_tokens,
         "completion_tokens": ended.tokens,
         "total_tokens": ended.prompt_tokens + ended.tokens,
-        "prompt_tokens_details": {"cached_tokens": ended.cached_tokens},
+        "prompt_tokens_details": {"cached_tokens": in_blocks(ended.cached_tokens)},
         **lossy_of(ended),
     }
 

@@ -22,9 +22,11 @@ from urllib.parse import urlsplit
 from moeinf.errors import MoeinfError
 from moeinf.runtime.config import ServerSettings
 from moeinf.server.http import bodies
+from moeinf.server.http.answer_bytes import AnswerBytes
 from moeinf.server.http.hosts import host_of, is_address, origin_of
 from moeinf.server.http.json_text import dump
 from moeinf.server.http.refusals import (
+    BodiesTooLong,
     BodyTooLong,
     HeadersTooLong,
     InvalidApiKey,
@@ -86,9 +88,16 @@ class Guard:
         most = self._most_bytes(scope)
         body = bodies.Body(receive, self._budget, most)
         scope = {**scope, "state": {**scope.get("state", {}), "body": body}}
+        full = BodiesTooLong("the answers that wait for their readers are too long together")
+
+        async def refuse() -> None:
+            await _refuse(send, full, self._document(scope, full))
+
+        answer = AnswerBytes(send, self._budget, refuse)
         try:
-            await self._app(scope, body.receive, send)
+            await self._app(scope, body.receive, answer.send)
         finally:
+            answer.close()
             body.close()
 
     def _refusal(self, scope: Any, headers: dict[str, str]) -> Refusal | None:

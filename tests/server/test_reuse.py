@@ -64,3 +64,56 @@ def test_a_prompt_that_may_not_be_kept_is_not_found(demo_home: Path) -> None:
             ask(address, "nothing in common")
             found = ask(address, f"{start}{COMMON}; 1+1=")["usage"]["prompt_tokens_details"]
             assert (found["cached_tokens"] > 0) == kept
+
+
+REQUESTS: dict[str, dict[str, Any]] = {
+    "/api/generate": {"raw": True, "stream": False, "options": {"num_predict": 2}},
+    "/v1/completions": {"max_tokens": 2},
+    "/v1/chat/completions": {"max_tokens": 2},
+    "/v1/messages": {"max_tokens": 2},
+    "/v1/responses": {"max_output_tokens": 2},
+}
+
+
+def cached(address: str, path: str, text: str, **more: object) -> int:
+    """Return the number of reused tokens of an answer; of Ollama's, by /api/ps."""
+    message = [{"role": "user", "content": text}]
+    prompts = {"/v1/responses": {"input": text}, "/api/generate": {"prompt": text}}
+    prompts |= {"/v1/completions": {"prompt": text}}
+    body = {"model": "demo", **prompts.get(path, {"messages": message}), **REQUESTS[path], **more}
+    before = reused(address)
+    answer = httpx.post(f"{address}{path}", json=body, timeout=60)
+    answer.raise_for_status()
+    told = answer.json().get("usage", {})
+    details = told.get("prompt_tokens_details") or told.get("input_tokens_details") or {}
+    count = reused(address) - before
+    found = details.get("cached_tokens", told.get("cache_read_input_tokens", count))
+    assert found == count
+    return int(found)
+
+
+def reused(address: str) -> int:
+    models = httpx.get(f"{address}/api/ps", timeout=60).json()["models"]
+    return int(models[0]["prefix_cache"]["tokens_reused"]) if models else 0
+
+
+@pytest.mark.parametrize("path", REQUESTS)
+def test_reused_tokens_are_told_in_blocks(demo_home: Path, path: str) -> None:
+    """Guessing another client's next letter changes no number."""
+    with serving(demo_home, parallel=1, reproducible=False, prefix=PrefixBudget()) as address:
+        secret = "s3cret " * 20 + "the code is 4711"
+        cached(address, path, secret)
+        shared = len("s3cret ") * 20
+        counts = {cached(address, path, secret[:at] + "~ and more") for at in range(shared, 156)}
+        assert len(counts) == 1
+        assert {count % 64 for count in counts} == {0}
+        assert max(counts) > 0
+
+
+@pytest.mark.parametrize("path", REQUESTS)
+def test_each_api_takes_keep_prefix(demo_home: Path, path: str) -> None:
+    with serving(demo_home, parallel=1, prefix=PrefixBudget()) as address:
+        for start, kept in (("first: ", False), ("second: ", True)):
+            cached(address, path, start + COMMON, keep_prefix=kept)
+            cached(address, path, "nothing in common")
+            assert (cached(address, path, f"{start}{COMMON}; 1+1=") > 0) == kept

@@ -58,7 +58,7 @@ from moeinf.runtime.machine.memory import keep_heap_small
 from moeinf.runtime.names import KEPT_TAGS, TAGS, ModelName, bits_of_tag
 from moeinf.runtime.sizes import Progress, format_bytes
 from moeinf.runtime.text.tokenizer import TOKENIZER, Tokenizer
-from moeinf.runtime.text.tokenizer_trial import convert, try_tokenizer
+from moeinf.runtime.text.tokenizer_trial import check_templates, convert, try_tokenizer
 
 Note = Callable[[str], None]
 
@@ -103,6 +103,7 @@ def repack(
                 note("folders of MOEINF_HOME are on one drive, so reads are no faster")
             check_space(work, inventory, dtype, source)
             _keep_small_files(source.small_files(), work)
+            check_templates(work.folder)
             if TOKENIZER in work.files:
                 try_tokenizer(work.folder / TOKENIZER)
             Tokenizer(work.folder)  # raise now, not at the first run

@@ -18,10 +18,12 @@ from moeinf.runtime.config import Settings
 from moeinf.runtime.text.panic import as_exception
 from moeinf.server.api.answers import noted
 from moeinf.server.api.ollama_api import error_document
+from moeinf.server.engines.jobs import Busy
 from moeinf.server.http.json_text import Answer, dump
 
 _CLIENT_GONE = 499  # as nginx logs it
 _STEPS = 100  # progress lines per phase, at most
+_MOST_WAITING = 16  # requests for one kind of work; each has a thread
 _LOOK_S = 0.2  # between two checks that the client of waiting work is there
 
 Line = dict[str, Any]
@@ -71,21 +73,27 @@ class Progress:
 
 
 class Turns:
-    """Let one client's work run at a time: more would only take its speed."""
+    """Let few clients' work run at a time: more would only take its speed, and more threads."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
+    def __init__(self, at_once: int = 1) -> None:
+        self._free = threading.Semaphore(at_once)
+        self._waiting = threading.Semaphore(_MOST_WAITING)
 
     @contextmanager
     def turn(self, client: Client) -> Iterator[None]:
-        """Wait for the turn. Raises ClientGone."""
-        while not self._lock.acquire(timeout=_LOOK_S):
-            client.check()
+        """Wait for the turn. Raises ClientGone, and Busy if too many wait."""
+        if not self._waiting.acquire(blocking=False):
+            raise Busy(f"{_MOST_WAITING} such requests wait already; try again later")
+        try:
+            while not self._free.acquire(timeout=_LOOK_S):
+                client.check()
+        finally:
+            self._waiting.release()
         try:
             client.check()
             yield
         finally:
-            self._lock.release()
+            self._free.release()
 
 
 async def respond(request: Request, name: str, work: Work, stream: bool) -> Response:

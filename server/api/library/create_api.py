@@ -20,12 +20,13 @@ from moeinf.runtime.sizes import Progress as Bar
 from moeinf.server.api.answers import BadRequest
 from moeinf.server.api.fields.bounds import Listed, Named
 from moeinf.server.api.fields.optional import RequestObject
-from moeinf.server.api.library.background import Client, Line, Progress, respond
+from moeinf.server.api.library.background import Client, Line, Progress, Turns, respond
 from moeinf.server.api.ollama_api import ModelRequest
 from moeinf.server.http.bodies import JsonRoute
 from moeinf.server.http.request_log import notes_of
 
 router = APIRouter(route_class=JsonRoute)
+_TURNS = Turns()
 _REFUSED = {
     "modelfile": "send its commands as from, system, template, parameters, messages and license, "
     "or use `moeinf create NAME -f Modelfile`",
@@ -89,7 +90,8 @@ async def create(asked: CreateRequest, request: Request) -> Response:
     settings, blobs = request.app.state.settings, request.app.state.blobs
 
     def work(client: Client) -> Line:
-        return _create(target, given, asked.files, settings, blobs, client)
+        with _TURNS.turn(client):
+            return _create(target, given, asked.files, settings, blobs, client)
 
     return await respond(request, f"create {target[:40]}", work, asked.stream)
 

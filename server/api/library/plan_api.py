@@ -47,9 +47,9 @@ async def _planned(model: str, request: Request, installed: bool) -> Response:
     config, settings = request.app.state.config, request.app.state.settings
 
     def work(client: Client) -> Line:
-        if installed:
-            Library(settings).find(model)
         with _TURNS.turn(client):
+            if installed:
+                Library(settings).find(model)
             return plan_model(model, config, settings, lambda _: None, client.stop).document()
 
     return await respond(request, "plan", work, stream=False)

@@ -15,11 +15,12 @@ from moeinf.runtime.library.repacking.repack import repack
 from moeinf.runtime.names import is_path
 from moeinf.server.api.answers import BadRequest
 from moeinf.server.api.fields.optional import RequestObject
-from moeinf.server.api.library.background import Client, Line, Progress, respond
+from moeinf.server.api.library.background import Client, Line, Progress, Turns, respond
 from moeinf.server.http.bodies import JsonRoute
 
 router = APIRouter(route_class=JsonRoute)
 _SUCCESS = {"status": "success"}
+_TURNS = Turns(at_once=4)  # each has up to ten threads
 
 
 class PullRequest(RequestObject):
@@ -44,7 +45,8 @@ async def pull(asked: PullRequest, request: Request) -> Response:
     settings = request.app.state.settings
 
     def work(client: Client) -> Line:
-        return _pull(wanted, settings, client)
+        with _TURNS.turn(client):
+            return _pull(wanted, settings, client)
 
     return await respond(request, f"pull {wanted[:40]}", work, asked.stream)
 

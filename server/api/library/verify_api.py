@@ -36,8 +36,8 @@ async def verify(asked: VerifyRequest, request: Request) -> Response:
 
 
 def _verify(model: str, library: Library, client: Client) -> Line:
-    manifest, folder = library.read(model)
     with _TURNS.turn(client):
+        manifest, folder = library.read(model)
         damages = checks.verify(folder, manifest, Progress(client, manifest.digest))
     found = [{"path": one.path, "problem": one.problem} for one in damages]
     about = {"model": str(manifest.model), "files": len(manifest.files), "damaged": found}

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from moeinf.errors import ContextExceeded, MoeinfError
-from moeinf.runtime.generation.events import Ended
+from moeinf.runtime.generation.events import Ended, in_blocks
 from moeinf.server.api.answers import words_of
 from moeinf.server.api.chat_turn import Part, ToolCall
 from moeinf.server.api.openai_format import lossy_of
@@ -108,6 +108,7 @@ def stop_of(ended: Ended, called: bool, most: int | None) -> dict[str, Any]:
 
 def usage_of(prompt_tokens: int, cached_tokens: int, tokens: int) -> dict[str, int]:
     """Return a usage; its input_tokens are those that were not in the prefix cache."""
+    cached_tokens = in_blocks(cached_tokens)
     return {
         "input_tokens": prompt_tokens - cached_tokens,
         "cache_creation_input_tokens": 0,

@@ -44,7 +44,8 @@ async def messages(asked: MessagesRequest, request: Request, version: _Version =
     """
     _check(version)
     turn, constrain = await aside(request, asked.turn, request)
-    job = Job(turn.prepare, asked.sampling(), asked.limits(), constrain=constrain)
+    about = (turn.prepare, asked.sampling(), asked.limits())
+    job = Job(*about, constrain=constrain, kept=asked.keep_prefix)
     _, told = await begun(request, asked.model, job, turn)
     if asked.stream:
         lines = _stream(told, job, asked, turn, request)

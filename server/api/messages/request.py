@@ -186,6 +186,7 @@ class MessagesRequest(CountRequest):
     max_tokens: int = Field(ge=-1)
     stream: bool = False
     stop_sequences: Few[StopText] | None = None
+    keep_prefix: bool = True  # for later requests
 
     def limits(self) -> Limits:
         return Limits(self.max_tokens, tuple(self.stop_sequences or ()))

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from moeinf.runtime.generation.events import Ended
+from moeinf.runtime.generation.events import Ended, in_blocks
 from moeinf.server.api.chat_turn import Part, ToolCall
 from moeinf.server.api.openai_format import lossy_of
 from moeinf.server.api.responses.request import ResponsesRequest
@@ -177,7 +177,10 @@ class Document:
 def usage_of(ended: Ended, reasoning_tokens: int) -> dict[str, Any]:
     return {
         "input_tokens": ended.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": ended.cached_tokens, "cache_write_tokens": 0},
+        "input_tokens_details": {
+            "cached_tokens": in_blocks(ended.cached_tokens),
+            "cache_write_tokens": 0,
+        },
         "output_tokens": ended.tokens,
         "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
         "total_tokens": ended.prompt_tokens + ended.tokens,

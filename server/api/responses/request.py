@@ -202,6 +202,7 @@ class ResponsesRequest(InputRequest):
 
     stream: bool = False
     store: bool = True
+    keep_prefix: bool = True  # for later requests
     max_output_tokens: int | None = Field(None, ge=-1)
     top_logprobs: int | None = Field(None, ge=0, le=20)
     include: Few[str] | None = None

@@ -39,6 +39,7 @@ async def create(asked: ResponsesRequest, request: Request) -> Response:
         asked.limits(),
         logprobs=asked.logprobs(),
         constrain=constrain,
+        kept=asked.keep_prefix,
     )
     loaded, told = await begun(request, asked.model, job, turn)
     answering = _Answering(asked, own, made, request, loaded, turn)

@@ -123,8 +123,16 @@ def test_defaults_stand_before_a_request() -> None:
 
 
 def test_texts_are_bounded() -> None:
-    with pytest.raises(InvalidValue, match="the texts have 1048577 bytes"):
-        Defaults("demo", system="x" * ((1 << 20) + 1)).check()
+    long, most = "x" * ((64 << 10) + 1), "x" * (64 << 10)
+    for name, about in (
+        ("system", Defaults("demo", system=long)),
+        ("template", Defaults("demo", template=long)),
+        ("license", Defaults("demo", licences=(most, long))),
+    ):
+        with pytest.raises(InvalidValue, match=f"{name}: 65537 bytes are invalid"):
+            about.check()
+    with pytest.raises(InvalidValue, match="the texts have 1114112 bytes"):
+        Defaults("demo", licences=(most,) * 17).check()
     found = Modelfile()
     with pytest.raises(InvalidValue, match="stop: a text is too long"):
         set_parameter(found, "stop", "x" * 1025)
