@@ -229,4 +229,4 @@ class _FakeMath:
 def pretend(library: str) -> None:
     """Use the fake GPU for the rest of this process."""
     gpus.missing_for_kernels = lambda: None
-    gpus.torch_device = lambda: FakeDevice(Fake(Path(library)))
+    gpus.torch_device = lambda *_: FakeDevice(Fake(Path(library)))

@@ -44,8 +44,10 @@ class CudaDevice:
 
     _limits: ClassVar[dict[int, int]] = {}  # bytes per engine; torch has one limit per process
 
-    def __init__(self) -> None:
+    def __init__(self, any_torch: bool = False) -> None:
+        """Use torch's current stream. any_torch: see CudaGraphs."""
         _compute_as_told()
+        self._any_torch = any_torch
         self.stream = int(torch.cuda.current_stream(self.place).cuda_stream)
         self.out_of_memory: tuple[type[Exception], ...] = (
             torch.cuda.OutOfMemoryError, OutOfDeviceMemory,
@@ -86,7 +88,7 @@ class CudaDevice:
 
     def graphs(self) -> CudaGraphs:
         """Return the graphs of this device, for capture and replay."""
-        return CudaGraphs(self.place, lambda: len(self._limits) <= 1)
+        return CudaGraphs(self.place, lambda: len(self._limits) <= 1, self._any_torch)
 
 
 def _compute_as_told() -> None:

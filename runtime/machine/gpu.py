@@ -176,13 +176,16 @@ def _of_device(error: Exception) -> bool:
     return str(error).startswith(_FAULTS) and _MISTAKE not in str(error)
 
 
-def torch_device() -> TorchDevice:
-    """Return torch's CUDA device with our kernels. missing_for_kernels() must return None."""
+def torch_device(any_torch: bool = False) -> TorchDevice:
+    """Return torch's CUDA device with our kernels. missing_for_kernels() must return None.
+
+    any_torch: CUDA graphs with an older torch, too.
+    """
     from moeinf.offload.gpu_kernels.device import (
         CudaDevice,  # imports torch's CUDA parts and Triton
     )
 
-    return CudaDevice()
+    return CudaDevice(any_torch)
 
 
 @cache

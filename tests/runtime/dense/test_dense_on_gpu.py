@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -375,3 +376,16 @@ def test_tritons_own_errors_are_the_devices() -> None:
         raise errors.OutOfResources(200_000, 101_376, "shared memory")
     with pytest.raises(errors.AutotunerError), device_faults():
         raise errors.AutotunerError("ours")
+
+
+def test_an_older_torch_needs_no_graphs_on_a_gpu() -> None:
+    """Its note is a reason, too: on perfect hardware with torch 2.11 nothing else is wrong."""
+    for words in ("they need torch 2.13, and this is 2.11.0", "the dense part of a token takes 2"):
+        pieces = SimpleNamespace(graphs=None, note=f"no CUDA graphs: {words}")
+        engine: Any = SimpleNamespace(gpu=SimpleNamespace(dense_math=pieces))
+        on_a_gpu.check_graphs(engine, pay=False)
+        with pytest.raises(AssertionError):
+            on_a_gpu.check_graphs(engine, pay=True)
+    pieces.note = "no CUDA graphs: their results differ"
+    with pytest.raises(AssertionError):
+        on_a_gpu.check_graphs(engine, pay=False)
