@@ -176,7 +176,7 @@ class DeviceTier:
         try:
             if self.inside and accepted is None:  # else it broke off: nothing new may fail
                 if routed:
-                    self.count_hits(int((self.read(torch.cat(routed)) >= 0).sum()))
+                    self.count_hits(int((self.read(torch.cat(routed))[0] >= 0).sum()))
                 if self._absent:
                     self._below.settle()
                     self.bring_absent()
@@ -221,7 +221,7 @@ class DeviceTier:
         if found is None and self.table.are_resident(cells):
             slots = [self.table.slot_of(cell) for cell in cells]
             self._arena.begin_read(slots)  # only once: nothing will be copied over them
-            found = self.device.upload(torch.tensor(slots, dtype=torch.int32))
+            (found,) = self.device.upload(torch.tensor(slots, dtype=torch.int32))
             self._tables[first] = found
         return found
 
@@ -235,10 +235,11 @@ class DeviceTier:
         """Queue the sum over K: rows [T, K, D] and weights [T, K] on the device -> [T, D]."""
         return self._math[0].combine(rows, weights)
 
-    def read(self, x: Tensor) -> Tensor:
-        """Return x in host memory, after everything queued has run. Raises DeviceError."""
+    def read(self, *xs: Tensor) -> tuple[Tensor, ...]:
+        """Return xs in host memory, after everything queued has run. Raises DeviceError."""
+        found = self.device.download(*xs)
         self.finish()
-        return self.device.download(x)
+        return found
 
     def finish(self) -> None:
         """Wait until everything queued has run. Raises DeviceError, also for a kernel's fault."""
