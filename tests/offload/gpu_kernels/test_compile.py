@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[3]
 LOWEST = "3.6.0"  # in pyproject.toml
 RELEASES = (LOWEST, triton.__version__)
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
-KINDS, FRONTS = 18, 91  # kernels, and kernels with a format
+KINDS, FRONTS, VARIANTS = 18, 91, 399  # kernels, kernels with a format, all
 
 
 def ended(*command, **environment):
@@ -62,6 +62,14 @@ def test_every_kernel_passes_the_front_end(release, tmp_path):
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("release", RELEASES)
+def test_every_variant_compiles_for_one_architecture(release, tmp_path):
+    lines, count = compiled(release, tmp_path, "--spread", *ARCHITECTURES)
+    assert len(lines) == count == VARIANTS
+
+
+@pytest.mark.interpreter  # half an hour of two cores
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("release", RELEASES)
