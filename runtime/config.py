@@ -50,6 +50,7 @@ class Settings:
     kv: Kv = "full"
     debug: bool = False
     libcuda: str | None = None  # its path, if the system does not find it
+    graphs: bool = False  # CUDA graphs with a torch that leaks after a failed capture
     prefix: PrefixBudget = PrefixBudget()
     stage_key: str | None = None  # of a pipeline
     more_homes: tuple[Path, ...] = ()  # of other drives, for a share of each model's experts
@@ -100,6 +101,7 @@ def read_environment(environment: Mapping[str, str] | None = None) -> Settings:
         kv=_kv(env.get("MOEINF_KV") or "full"),
         debug=env.get("MOEINF_DEBUG", "") not in ("", "0"),
         libcuda=env.get("MOEINF_LIBCUDA") or None,
+        graphs=env.get("MOEINF_GRAPHS", "") not in ("", "0"),
         stage_key=env.get("MOEINF_STAGE_KEY") or None,
         prefix=PrefixBudget(
             _size(env, "MOEINF_PREFIX_MEMORY", None),

@@ -36,7 +36,7 @@ from moeinf.runtime.placement import bandwidth
 from moeinf.runtime.sizes import parse_memory
 from moeinf.runtime.system import Unsupported
 from tests.native.fake_cuda import Fake, built_fake
-from tests.selection import chosen, families_of
+from tests.selection import chosen, dist_of, families_of, selection_of_kernel
 from tests.shared_processes import shared_processes
 
 if (
@@ -48,8 +48,13 @@ settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 os.environ["MOEINF_NO_SERVER"] = "1"  # no test leaves a server; those of this feature unset it
 # Triton reads it when a kernel is defined, whichever test defines it
-if not torch.cuda.is_available():
+GPU = torch.cuda.is_available()
+if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.option.dist = dist_of(config.getoption("dist", "no"), GPU)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -62,6 +67,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if sys.platform != "linux" and (mark := item.get_closest_marker("linux")):
             item.add_marker(pytest.mark.skip(f"needs Linux: {mark.args[0]}"))
+        if kernel := item.get_closest_marker("kernel"):
+            left_out = selection_of_kernel(*kernel.args, GPU)
+            item.add_marker(left_out or "gpu")
         if not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
             continue
         item.extra_keyword_matches.update(families_of(item.callspec.params.values()))

@@ -44,7 +44,7 @@ class FakeDevice(CpuMath):
         self.out_of_memory: tuple[type[Exception], ...] = (OutOfDeviceMemory,)
         self.no_memory = 0
         self.limits: list[int] = []
-        self.released = 0
+        self.released = self.uploads = self.downloads = 0
         self._errors: list[Exception] = []
 
     def math(
@@ -59,15 +59,17 @@ class FakeDevice(CpuMath):
         """Return the same arithmetic, run when the stream reaches it."""
         return _FakeMath(math, self)
 
-    def upload(self, x: Tensor) -> Tensor:
-        return x.contiguous()
+    def upload(self, *xs: Tensor) -> tuple[Tensor, ...]:
+        self.uploads += 1
+        return tuple(x.contiguous() for x in xs)
 
     def empty_rows(self, x: Tensor, count: int) -> Tensor:
         return torch.full((count, x.shape[1]), torch.nan, dtype=x.dtype)
 
-    def download(self, rows: Tensor) -> Tensor:
+    def download(self, *xs: Tensor) -> tuple[Tensor, ...]:
+        self.downloads += 1
         self.synchronise()
-        return rows
+        return xs
 
     def attend_newest(
         self, q: Tensor, k: Tensor, v: Tensor, position: Tensor, scale: float,
@@ -229,4 +231,4 @@ class _FakeMath:
 def pretend(library: str) -> None:
     """Use the fake GPU for the rest of this process."""
     gpus.missing_for_kernels = lambda: None
-    gpus.torch_device = lambda: FakeDevice(Fake(Path(library)))
+    gpus.torch_device = lambda *_: FakeDevice(Fake(Path(library)))

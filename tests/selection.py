@@ -13,6 +13,25 @@ _TABLES = {  # of tiny configurations, by the module that a collected test may h
 }
 
 
+_OF_KERNELS = {"small": "full", "large": "interpreter"}  # selections in Triton's interpreter
+
+
+def selection_of_kernel(size: str, gpu: bool) -> str | None:
+    """Return the marker that leaves a kernel's test out by default; None: it runs.
+
+    size: small or large, the time that Triton's interpreter takes. A GPU needs no interpreter.
+    """
+    return None if gpu else _OF_KERNELS[size]
+
+
+def dist_of(asked: str, gpu: bool) -> str:
+    """Return how xdist divides the tests: by file, or, where kernels compile for a GPU, one by one.
+
+    One worker would compile all variants of a file, one after another.
+    """
+    return "worksteal" if gpu and asked == "loadfile" else asked
+
+
 def chosen(cases: Sequence[Mapping[str, object]]) -> list[int]:
     """Return positions of cases that together have each value of each parameter.
 

@@ -26,7 +26,8 @@ class Strict(TorchFunctionMode):
     """Torch mode that checks devices and counts waits.
 
     waits: how often the host waited for the device, by call name. During capture (`writing`)
-    nothing may wait, and no tensor may cross between host and device.
+    nothing may wait, and no tensor may cross between host and device. pinned: how many tensors were
+    allocated in pinned memory.
     """
 
     writing: ClassVar = False
@@ -34,6 +35,7 @@ class Strict(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.waits: Counter[str] = Counter()
+        self.pinned = 0
 
     def __torch_function__(
         self,
@@ -43,6 +45,7 @@ class Strict(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         named, name = dict(kwargs or {}), getattr(func, "__name__", "")
+        self.pinned += bool(named.pop("pin_memory", False))
         if getattr(func, "__self__", None) is Tensor.device:
             return PLACE if lies_there(args[0]) else func(*args)
         if name in ("__get__", "size", "dim", "numel", "data_ptr", "__len__"):

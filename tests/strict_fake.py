@@ -35,15 +35,16 @@ class StrictFake(FakeDevice):
         self.faults: list[Exception] = []
         self.writing = WritingGraphs()
 
-    def upload(self, x: Tensor) -> Tensor:
-        return x.to(PLACE)
+    def upload(self, *xs: Tensor) -> tuple[Tensor, ...]:
+        self.uploads += 1
+        return tuple(x.to(PLACE) for x in xs)
 
     def empty_rows(self, x: Tensor, count: int) -> Tensor:
         return x.new_full((count, x.shape[1]), torch.nan)
 
-    def download(self, rows: Tensor) -> Tensor:
-        super().download(rows)
-        return rows.cpu()
+    def download(self, *xs: Tensor) -> tuple[Tensor, ...]:
+        super().download(*xs)
+        return tuple(x.cpu() for x in xs)
 
     def graphs(self) -> WritingGraphs | None:
         return self.writing

@@ -7,6 +7,7 @@ import sys
 
 VERBS = {
     "fuzz": "mutate inputs of every reader of untrusted bytes, guided by line coverage",
+    "kernels": "compile every GPU kernel for GPUs that may be absent",
     "soak": "stress a server with badly behaved clients, and watch its resources",
 }
 

@@ -79,6 +79,7 @@ Environment:
   MOEINF_HOME           the folder of models and logs (~/.moeinf)
   MOEINF_DEBUG          1: print a traceback with an error
   MOEINF_LIBCUDA        the path of libcuda, if the system does not find it
+  MOEINF_GRAPHS         1: CUDA graphs with a torch before 2.13, too
   HF_TOKEN, HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE
                         for pulls, as in huggingface_hub
 """

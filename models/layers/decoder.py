@@ -314,7 +314,9 @@ class Decoder:
         positions, owner, phase, piece, cuts = about_rows(spans, device, piece)
         # Allocated outside inference mode, so that the caller may write into the logits.
         width = self._hidden if logits == "states" else self.vocab_size
-        out = torch.empty(len(spans) if logits == "last" else count, width)
+        last = logits == "last"
+        pinned = last and device.type == "cuda"  # then they come down in one direct copy
+        out = torch.empty(len(spans) if last else count, width, pin_memory=pinned)
         for span in spans:
             span.cache.begin(span.count)
         if accept is not None:

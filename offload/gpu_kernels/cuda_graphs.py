@@ -26,14 +26,18 @@ class CudaGraphs:
     """Graphs of one device. The caller keeps alive the outside memory that they read and write."""
 
     one_at_a_time: ClassVar = threading.RLock()  # per process: torch captures one graph at a time
+    _broken: ClassVar = False  # a capture failed in this process, with an older torch
 
-    def __init__(self, place: torch.device, alone: Callable[[], bool]) -> None:
+    def __init__(
+        self, place: torch.device, alone: Callable[[], bool], any_torch: bool = False
+    ) -> None:
         """Make a stream for capture on `place`.
 
         alone: returns True if no other engine of this process computes on the device. A new engine
-        must hold `one_at_a_time` while it registers.
+        must hold `one_at_a_time` while it registers. any_torch: capture with an older torch, too,
+        until a capture fails.
         """
-        self._place, self._alone = place, alone
+        self._place, self._alone, self._any_torch = place, alone, any_torch
         # The default stream does not support capture.
         self._stream = torch.cuda.Stream(place)  # type: ignore[no-untyped-call]
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -55,8 +59,11 @@ class CudaGraphs:
         models share torch's cuBLAS workspace, which is freed here. During capture torch returns no
         cached memory.
         """
-        if torch.__version__ < _LEAST_TORCH:  # TorchVersion compares as a version, not as text
-            raise RuntimeError(f"they need torch {_LEAST_TORCH}, and this is {torch.__version__}")
+        if self._broken:
+            raise RuntimeError("a capture failed, and this torch cannot capture after that")
+        if _is_older() and not self._any_torch:
+            words = f"they need torch {_LEAST_TORCH}, and this is {torch.__version__}"
+            raise RuntimeError(f"{words} (MOEINF_GRAPHS=1 tries them)")
         outside = torch.cuda.current_stream(self._place)
         with self.one_at_a_time, _no_collection():
             if not self._alone():
@@ -110,8 +117,13 @@ class CudaGraphs:
         """End a capture that an error has interrupted."""
         graph, self._graph = self._graph, None
         if graph is not None:
+            CudaGraphs._broken |= _is_older()
             with suppress(RuntimeError):  # the capture is invalid
                 _ended_empty(graph)
+
+
+def _is_older() -> bool:
+    return bool(torch.__version__ < _LEAST_TORCH)  # TorchVersion compares as a version
 
 
 def _ended_empty(graph: torch.cuda.CUDAGraph) -> bool:

@@ -21,6 +21,7 @@ from moeinf.offload.gpu_kernels import (
 )
 from moeinf.offload.gpu_kernels.cuda_graphs import CudaGraphs
 from moeinf.offload.gpu_kernels.expert_ffn import DeviceMath
+from moeinf.offload.gpu_kernels.staging import Staging
 from moeinf.offload.store.compute import TorchFfn
 
 
@@ -44,8 +45,11 @@ class CudaDevice:
 
     _limits: ClassVar[dict[int, int]] = {}  # bytes per engine; torch has one limit per process
 
-    def __init__(self) -> None:
+    def __init__(self, any_torch: bool = False) -> None:
+        """Use torch's current stream. any_torch: see CudaGraphs."""
         _compute_as_told()
+        self._any_torch = any_torch
+        self._staging = Staging(self.place, _pinned, torch.cuda.Event)
         self.stream = int(torch.cuda.current_stream(self.place).cuda_stream)
         self.out_of_memory: tuple[type[Exception], ...] = (
             torch.cuda.OutOfMemoryError, OutOfDeviceMemory,
@@ -55,7 +59,7 @@ class CudaDevice:
         self, layout: ExpertLayout, address: int, shape: tuple[int, int], reference: TorchFfn
     ) -> DeviceMath:
         arena = torch.as_tensor(_Memory(address, shape), device=self.place)
-        return DeviceMath(layout, arena, reference)
+        return DeviceMath(layout, arena, reference, lambda x: self.upload(x)[0])
 
     def limit(self, size_bytes: int) -> None:
         with CudaGraphs.one_at_a_time:  # no other engine may start during a capture
@@ -70,15 +74,19 @@ class CudaDevice:
         """Return the bytes that torch has reserved on the device for the process, used or not."""
         return torch.cuda.memory_reserved(self.place)
 
-    def upload(self, x: Tensor) -> Tensor:
-        # The call returns after the driver has read or staged pageable memory.
-        return x.to(self.place, non_blocking=True)
+    def upload(self, *xs: Tensor) -> tuple[Tensor, ...]:
+        there = self._staging.up(*xs)
+        # For pageable memory the call returns after the driver has read or staged it.
+        return there or tuple(x.to(self.place, non_blocking=True) for x in xs)
 
     def empty_rows(self, x: Tensor, count: int) -> Tensor:
         return x.new_empty(count, x.shape[1])
 
-    def download(self, rows: Tensor) -> Tensor:
-        return rows.cpu()
+    def download(self, *xs: Tensor) -> tuple[Tensor, ...]:
+        def wait() -> None:
+            torch.cuda.current_stream(self.place).synchronize()
+
+        return self._staging.down(wait, *xs) or tuple(x.cpu() for x in xs)
 
     def release(self) -> None:
         with CudaGraphs.one_at_a_time:  # during a capture torch returns no memory
@@ -86,7 +94,11 @@ class CudaDevice:
 
     def graphs(self) -> CudaGraphs:
         """Return the graphs of this device, for capture and replay."""
-        return CudaGraphs(self.place, lambda: len(self._limits) <= 1)
+        return CudaGraphs(self.place, lambda: len(self._limits) <= 1, self._any_torch)
+
+
+def _pinned(size_bytes: int) -> Tensor:
+    return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
 
 
 def _compute_as_told() -> None:

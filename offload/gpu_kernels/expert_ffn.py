@@ -12,7 +12,7 @@ before the stream has passed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
@@ -82,7 +82,15 @@ def padded_groups(columns: int, form: str) -> int:
 class DeviceMath:
     """Computes with the slots of one arena: uint8 [slots, slot_bytes] on the device."""
 
-    def __init__(self, layout: ExpertLayout, arena: Tensor, reference: TorchFfn) -> None:
+    def __init__(
+        self,
+        layout: ExpertLayout,
+        arena: Tensor,
+        reference: TorchFfn,
+        upload: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        """Use the arena. upload: copies a tensor to the device; None: torch's way."""
+        self._upload = upload or (lambda x: x.to(arena.device, non_blocking=True))
         assert arena.dtype == torch.uint8
         assert arena.is_contiguous()
         assert arena.shape[1] % 16 == 0
@@ -104,13 +112,13 @@ class DeviceMath:
         slots = torch.full((len(rows),), -1, dtype=torch.int32)
         for slot, places in experts:
             if self._views and (self._form == "f32" or len(places) > MOST_ROWS):
-                at = torch.tensor(places).to(x.device, non_blocking=True)
+                at = self._upload(torch.tensor(places))
                 rows[at] = self._reference.ffn(x[at // top_k], *self._views[slot])
             else:
                 slots[places] = slot
         if self._form == "f32" or not (slots >= 0).any():
             return
-        ids = slots.to(x.device, non_blocking=True).view(-1, top_k)
+        ids = self._upload(slots).view(-1, top_k)
         self.run_routed(x, ids, self._slots, 0, rows, len(experts))
 
     def can_route(self, rows: int) -> bool:

@@ -27,19 +27,19 @@ from moeinf.offload.gpu_kernels.tiles import (
 )
 
 
-@triton.jit
-def is_interleaved(FORM: tl.constexpr):
-    return FORM == "q4k" or FORM == "q5k" or FORM == "q6k" or FORM == "nvfp4"
+@triton.constexpr_function
+def is_interleaved(form):
+    return form == "q4k" or form == "q5k" or form == "q6k" or form == "nvfp4"
 
 
-@triton.jit
-def unit_groups(FORM: tl.constexpr):
-    return 4 if FORM == "q6k" else (1 if FORM == "nvfp4" else 2)
+@triton.constexpr_function
+def unit_groups(form):
+    return 4 if form == "q6k" else (1 if form == "nvfp4" else 2)
 
 
-@triton.jit
-def tile_units(FORM: tl.constexpr):
-    return 4 if FORM == "q4k" or FORM == "q5k" else 2
+@triton.constexpr_function
+def tile_units(form):
+    return 4 if form == "q4k" or form == "q5k" else 2
 
 
 @triton.jit

@@ -83,31 +83,31 @@ def in_order(values, ROWS: tl.constexpr, LANES: tl.constexpr):
     return first, second, third, fourth
 
 
-@triton.jit
-def tile_words(FORM: tl.constexpr):
+@triton.constexpr_function
+def tile_words(form):
     """Return the 32-bit words of a tile."""
-    if FORM == "q8":
+    if form == "q8":
         return 272
-    if FORM == "mxfp4":
+    if form == "mxfp4":
         return 136
-    if FORM == "q4" or FORM == "nvfp4":
+    if form == "q4" or form == "nvfp4":
         return 144
-    if FORM == "q3" or FORM == "q2":
-        return 112 if FORM == "q3" else 80
-    return 576 if FORM == "q4k" else (704 if FORM == "q5k" else 840)
+    if form == "q3" or form == "q2":
+        return 112 if form == "q3" else 80
+    return 576 if form == "q4k" else (704 if form == "q5k" else 840)
 
 
-@triton.jit
-def group_words(FORM: tl.constexpr):
+@triton.constexpr_function
+def group_words(form):
     """Return the words of a group's codes in a tile of q8, q4, q3, q2 or mxfp4."""
-    if FORM == "q8":
+    if form == "q8":
         return 128
-    return 48 if FORM == "q3" else (32 if FORM == "q2" else 64)
+    return 48 if form == "q3" else (32 if form == "q2" else 64)
 
 
-@triton.jit
-def is_odd(FORM: tl.constexpr):
-    return FORM == "q3" or FORM == "q2"
+@triton.constexpr_function
+def is_odd(form):
+    return form == "q3" or form == "q2"
 
 
 @triton.jit
@@ -120,10 +120,10 @@ def odd_codes(low, high, i, v, FORM: tl.constexpr):
     return codes | (((high >> v) & 0x01010101) << 3) if FORM == "q3" else codes
 
 
-@triton.jit
-def factor_words(FORM: tl.constexpr):
+@triton.constexpr_function
+def factor_words(form):
     """Return the words of a row block before its first tile."""
-    return 16 if FORM == "nvfp4" else 0
+    return 16 if form == "nvfp4" else 0
 
 
 @triton.jit
@@ -296,9 +296,9 @@ def exponential(x):
     return p * ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
-@triton.jit
-def is_ungated(ACTIVATION: tl.constexpr):
-    return ACTIVATION == "relu" or ACTIVATION == "relu2"
+@triton.constexpr_function
+def is_ungated(activation):
+    return activation == "relu" or activation == "relu2"
 
 
 @triton.jit

@@ -58,16 +58,19 @@ class Device(Protocol):
         """Return the device memory that torch has reserved for all users, whether used or not."""
         ...
 
-    def upload(self, x: Tensor) -> Tensor:
-        """Return x on the device; the host's x may change once this returns."""
+    def upload(self, *xs: Tensor) -> tuple[Tensor, ...]:
+        """Return xs on the device, in one copy if they are small.
+
+        The host's tensors may change once this returns.
+        """
         ...
 
     def empty_rows(self, x: Tensor, count: int) -> Tensor:
         """Return unspecified rows [count, D] on the device for x [T, D] there."""
         ...
 
-    def download(self, rows: Tensor) -> Tensor:
-        """Return rows in host memory, after everything that is queued has run."""
+    def download(self, *xs: Tensor) -> tuple[Tensor, ...]:
+        """Return xs in host memory, after everything that is queued has run, in one wait."""
         ...
 
     def release(self) -> None:

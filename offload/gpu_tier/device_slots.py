@@ -34,7 +34,7 @@ from moeinf.offload.store.host_tier import HostTier
 from moeinf.offload.store.residency import Residency
 from moeinf.offload.store.tier import Experts
 
-_UNASKED_BYTES = 64 << 20  # of one batch without demand: some 3 ms of a bus
+_UNASKED_BYTES = 256 << 20  # of one batch without demand: most models' layers, 10 ms of a bus
 _LOOKED_AT = 256  # of the possibly absent cells, per pass: a few µs each
 
 
@@ -98,7 +98,8 @@ class DeviceTier:
         self._alike = [len({*layouts[n : n + each]}) == 1 for n in range(0, len(layouts), each)]
         self._slots = arena
         self.table = Residency(slots, self._host.cells)
-        self._absent = deque(range(self._host.cells if self.all_fit else 0))  # may be absent
+        layers = self._host.cells // each if self.all_fit else 0
+        self._absent = deque(range(layers))  # layers with experts that may be absent
         self.policy = self._make_policy(slots)
 
     @property
@@ -176,7 +177,7 @@ class DeviceTier:
         try:
             if self.inside and accepted is None:  # else it broke off: nothing new may fail
                 if routed:
-                    self.count_hits(int((self.read(torch.cat(routed)) >= 0).sum()))
+                    self.count_hits(int((self.read(torch.cat(routed))[0] >= 0).sum()))
                 if self._absent:
                     self._below.settle()
                     self.bring_absent()
@@ -221,7 +222,7 @@ class DeviceTier:
         if found is None and self.table.are_resident(cells):
             slots = [self.table.slot_of(cell) for cell in cells]
             self._arena.begin_read(slots)  # only once: nothing will be copied over them
-            found = self.device.upload(torch.tensor(slots, dtype=torch.int32))
+            (found,) = self.device.upload(torch.tensor(slots, dtype=torch.int32))
             self._tables[first] = found
         return found
 
@@ -235,10 +236,11 @@ class DeviceTier:
         """Queue the sum over K: rows [T, K, D] and weights [T, K] on the device -> [T, D]."""
         return self._math[0].combine(rows, weights)
 
-    def read(self, x: Tensor) -> Tensor:
-        """Return x in host memory, after everything queued has run. Raises DeviceError."""
+    def read(self, *xs: Tensor) -> tuple[Tensor, ...]:
+        """Return xs in host memory, after everything queued has run. Raises DeviceError."""
+        found = self.device.download(*xs)
         self.finish()
-        return self.device.download(x)
+        return found
 
     def finish(self) -> None:
         """Wait until everything queued has run. Raises DeviceError, also for a kernel's fault."""
@@ -286,21 +288,27 @@ class DeviceTier:
             self.table.release(cell)
 
     def bring_absent(self) -> None:
-        """Copy up some experts without demand, where all fit and while the bus is idle."""
+        """Copy up some experts without demand, where all fit and while the bus is idle.
+
+        They come layer by layer: a layer is computed without the host once all of it is there.
+        """
         if not self.bus_is_idle:
             return
-        largest = max(layout.data_bytes for layout in self._below.layouts)
-        most, ready = max(1, _UNASKED_BYTES // largest), list[int]()
-        for _ in range(min(_LOOKED_AT, len(self._absent))):
-            if len(ready) == most:
+        each = self._below.experts
+        most = _UNASKED_BYTES // max(layout.data_bytes for layout in self._below.layouts)
+        ready = list[int]()
+        for _ in range(min(max(1, _LOOKED_AT // each), len(self._absent))):
+            layer = self._absent.popleft()
+            cells = range(layer * each, (layer + 1) * each)
+            absent = [cell for cell in cells if not self.is_resident(cell)]
+            there = [cell for cell in absent if self._host.is_resident(cell)]
+            room = max(1, most) - len(ready)
+            ready += there[:room]
+            if len(there) > room:
+                self._absent.appendleft(layer)
                 break
-            cell = self._absent.popleft()
-            if self.is_resident(cell):
-                continue
-            if self._host.is_resident(cell):
-                ready.append(cell)
-            else:
-                self._absent.append(cell)
+            if len(there) < len(absent):
+                self._absent.append(layer)
         if ready:
             self.bring(ready)
 

@@ -73,29 +73,50 @@ class TierRunner:
     ) -> Opened | ByTable:
         """Open a layer. Raises DeviceError, OutOfMemory, ValueError for invalid ids."""
         tier, experts = self.tier, self.host.experts
+        below = None
+        there = x, weights
         if tier.inside:
             table = tier.slot_table(layer * experts, experts)
             if table is not None and tier.can_route(layer, len(x)):
                 tier.count_at_end(ids)
                 return ByTable(tier, layer, x, ids, weights, table)
-            ids = tier.read(ids)
-        routed = Routed.of(layer, ids.numpy(), experts, self._wanted(weights))
+            ids, weights, hint, below = self._read(x, ids, weights, hint)
+        wanted = weights.numpy() if self._wants_weights else None
+        routed = Routed.of(layer, ids.numpy(), experts, wanted)
         tier.policy.routed(layer, routed.ids, routed.weights)
         told = None if hint is None else self._pass_on(*hint)
         here = self._here(layer, routed.ids)
         taken, rest = routed.split(here) if here.any() else ([], routed)
-        work = DeviceWork(self, x, weights, routed.places)
-        if tier.inside and self._computes_below and rest.cells:
+        work = DeviceWork(self, *there, routed.places, below)
+        if tier.inside and below is None and self._computes_below and rest.cells:
             work.read_x()
         if taken and work.on_device(taken):
             tier.count_hits(routed.events - rest.events)
             routed = rest
         return routed, told, work
 
-    def _wanted(self, weights: Tensor) -> NDArray[np.float32] | None:
-        if not (self.tier.policy.wants_weights or self.host.policy.wants_weights):
-            return None
-        return (self.tier.read(weights) if self.tier.inside else weights).numpy()
+    @property
+    def _wants_weights(self) -> bool:
+        return self.tier.policy.wants_weights or self.host.policy.wants_weights
+
+    def _read(
+        self, x: Tensor, ids: Tensor, weights: Tensor, hint: tuple[int, Tensor] | None
+    ) -> tuple[Tensor, Tensor, tuple[int, Tensor] | None, Tensor | None]:
+        """Read what the host needs of a layer's input on the device, in one wait.
+
+        Returns ids, weights (unchanged where no policy wants them), the hint, and few rows of x if
+        the CPU may compute with them.
+        """
+        asked = {"ids": ids}
+        if self._wants_weights:
+            asked["weights"] = weights
+        if hint is not None:
+            asked["hint"] = hint[1]
+        if self._computes_below and len(x) <= FEW_ROWS:
+            asked["x"] = x
+        found = dict(zip(asked, self.tier.read(*asked.values()), strict=True))
+        told = None if hint is None else (hint[0], found["hint"])
+        return found["ids"], found.get("weights", weights), told, found.get("x")
 
     def divide(self, experts: Experts) -> tuple[Experts, Experts]:
         """Return the experts to fetch, and those that the CPU computes in place."""
@@ -132,7 +153,7 @@ class TierRunner:
 
         This comes before anything of the submitted layer is queued, so that nothing waits.
         """
-        chosen = (self.tier.device.download(ids) if self.tier.inside else ids).numpy()
+        chosen = ids.numpy()
         self.tier.policy.hinted(layer, chosen)
         return layer, np.where(self._here(layer, chosen), chosen.dtype.type(-1), chosen)
 
@@ -141,16 +162,24 @@ class DeviceWork:
     """The rows of one layer: of experts on the device, and of experts in RAM."""
 
     def __init__(
-        self, runner: TierRunner, x: Tensor, weights: Tensor, places: dict[int, list[int]]
+        self,
+        runner: TierRunner,
+        x: Tensor,
+        weights: Tensor,
+        places: dict[int, list[int]],
+        below_x: Tensor | None = None,
     ) -> None:
-        """Set up x [T, D] and weights [T, K], on the device of `result`; places t·K + k by cell."""
+        """Set up x [T, D] and weights [T, K], on the device of `result`; places t·K + k by cell.
+
+        below_x: x in RAM, if it was read already.
+        """
         self._places = places
         self._runner, self._tier, self._host = runner, runner.tier, runner.host
         self._x, self._mix, self._top_k = x, weights, weights.shape[1]
         self._device_x: Tensor | None = None  # allocated on first use
         self._device_rows: Tensor | None = None
         self._device_places: list[int] = []  # of rows that the device computes
-        self._below_x: Tensor | None = None  # in RAM, for the CPU
+        self._below_x = below_x  # in RAM, for the CPU
         self._below_rows: Tensor | None = None
         self._below_places: list[int] = []  # inside: of the CPU's rows
         self._promotable: list[int] = []  # cells that the CPU has computed
@@ -159,7 +188,7 @@ class DeviceWork:
 
     def read_x(self) -> None:
         """Read x for the CPU (inside), before any kernel is queued that it would wait for."""
-        self._below_x = self._tier.device.download(self._x)
+        (self._below_x,) = self._tier.device.download(self._x)
 
     def on_device(self, experts: Experts) -> bool:
         """Queue cells in device slots. False: the tier has just been emptied."""
@@ -210,13 +239,14 @@ class DeviceWork:
         if tier.inside:
             rows = self._rows_there()
             if self._below_rows is not None:
-                places, upload = torch.tensor(self._below_places), tier.device.upload
-                rows.index_copy_(0, upload(places), upload(self._below_rows[places]))
+                at = torch.tensor(self._below_places)
+                rows.index_copy_(0, *tier.device.upload(at, self._below_rows[at]))
             out = tier.combine(rows.view(*self._mix.shape, -1), self._mix)
         else:
             rows = self._rows_below()
             if self._device_rows is not None and self._device_places:
-                places, found = torch.tensor(self._device_places), tier.read(self._device_rows)
+                (found,) = tier.read(self._device_rows)
+                places = torch.tensor(self._device_places)
                 rows[places] = found[places]
             out = self._host.combine(rows.view(*self._mix.shape, -1), self._mix)
         self._runner.promote(self._promotable)
@@ -226,7 +256,7 @@ class DeviceWork:
         """Return rows [T·K, D] on the device; inside, those of `result`, 0 where not computed."""
         if self._device_rows is None:
             count, inside = self._mix.numel(), self._tier.inside
-            self._device_x = self._x if inside else self._tier.device.upload(self._x)
+            self._device_x = self._x if inside else self._tier.device.upload(self._x)[0]
             if inside:
                 self._device_rows = self._x.new_zeros(count, self._x.shape[1])
             else:
@@ -248,7 +278,7 @@ class DeviceWork:
         if self._tier.inside:
             self._below_places += [place for _, places in experts for place in places]
             if self._below_x is None:  # the tier has lost its slots since the layer was opened
-                self._below_x = self._tier.read(self._x)
+                (self._below_x,) = self._tier.read(self._x)
         x = self._x if self._below_x is None else self._below_x
         self._host.compute(x, experts, self._top_k, self._rows_below())
 

@@ -104,7 +104,7 @@ def open_gpu(
             speeds = measure_contended(context, layout, math, placement.slots)
             remember_gpu(settings, found.name, contended=(what, speeds))
         share, notes = speeds.fetched_share, (_words(speeds),)
-    device = gpus.torch_device()
+    device = gpus.torch_device(settings.graphs)
     promise = Promise(placement, gpus.held_memory(found), context, device.reserved_bytes)
     device.limit(placement.budget_bytes - placement.context_bytes)
     pieces = DevicePieces(device) if placement.inside else None

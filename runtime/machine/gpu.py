@@ -7,7 +7,7 @@ loading them.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -179,12 +179,15 @@ def _of_device(error: Exception) -> bool:
     return str(error).startswith(_FAULTS) and _MISTAKE not in str(error)
 
 
-def torch_device() -> TorchDevice:
-    """Return torch's CUDA device with our kernels. missing_for_kernels() must return None."""
-    return _kernels()()
+def torch_device(any_torch: bool = False) -> TorchDevice:
+    """Return torch's CUDA device with our kernels. missing_for_kernels() must return None.
+
+    any_torch: CUDA graphs with an older torch, too.
+    """
+    return _kernels()(any_torch)
 
 
-def _kernels() -> type[TorchDevice]:
+def _kernels() -> Callable[[bool], TorchDevice]:
     from moeinf.offload.gpu_kernels.device import CudaDevice  # noqa: PLC0415 - imports Triton
 
     return CudaDevice

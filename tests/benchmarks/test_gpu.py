@@ -68,7 +68,7 @@ def test_a_row(
 ) -> None:
     fake.reset("mode=deferred,seed=3,memory=2000000000,context=314572800,nvml=processes")
     monkeypatch.setattr(gpus, "missing_for_kernels", lambda: None)
-    monkeypatch.setattr(gpus, "torch_device", lambda: FakeDevice(fake))
+    monkeypatch.setattr(gpus, "torch_device", lambda *_: FakeDevice(fake))
     held: list[int] = []  # device bytes during the speed measurement
 
     def contended(context: DeviceContext, layout: ExpertLayout, math: TorchMath) -> Contended:
@@ -110,7 +110,7 @@ def test_a_row_without_time_says_what_it_was_at(
 ) -> None:
     fake.reset("mode=eager,memory=2000000000")
     monkeypatch.setattr(gpus, "missing_for_kernels", lambda: None)
-    monkeypatch.setattr(gpus, "torch_device", lambda: FakeDevice(fake))
+    monkeypatch.setattr(gpus, "torch_device", lambda *_: FakeDevice(fake))
     row = "deepseek-v2-lite-q4-2GiB"
     with pytest.raises(SystemExit) as ended:
         benchmark.main([row, "--disk", str(tmp_path), "--fake", fake.path, "--limit", "1.5"])

@@ -38,7 +38,7 @@ def home(
     monkeypatch.setenv("MOEINF_LIBCUDA", fake.path)
     monkeypatch.setenv("MOEINF_HOST", "127.0.0.1:1")  # no server listens there
     monkeypatch.setattr(gpus, "missing_for_kernels", lambda: None)
-    monkeypatch.setattr(gpus, "torch_device", lambda: FakeDevice(fake))
+    monkeypatch.setattr(gpus, "torch_device", lambda *_: FakeDevice(fake))
     (tmp_path / "models").symlink_to(demo_home / "models")
     return tmp_path
 

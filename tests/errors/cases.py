@@ -342,7 +342,7 @@ def with_gpu(place: Place) -> Any:
     fake.reset("mode=deferred,seed=9,memory=2000000000")
     place.patch.setenv("MOEINF_LIBCUDA", fake.path)
     place.patch.setattr(gpus, "missing_for_kernels", lambda: None)
-    place.patch.setattr(gpus, "torch_device", lambda: FakeDevice(fake))
+    place.patch.setattr(gpus, "torch_device", lambda *_: FakeDevice(fake))
     return fake
 
 

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from tests.selection import chosen
+from tests.selection import chosen, dist_of, selection_of_kernel
 
 
 def test_each_value_of_each_parameter_has_a_case() -> None:
@@ -20,6 +20,16 @@ def test_each_value_of_each_parameter_has_a_case() -> None:
 def test_values_that_come_together_need_one_case_each() -> None:
     assert chosen([{"a": i, "b": i} for i in range(3)]) == [0, 1, 2]
     assert chosen([{}]) == []
+
+
+def test_a_gpu_runs_kernels_by_default_on_many_workers() -> None:
+    assert selection_of_kernel("small", gpu=True) is None
+    assert selection_of_kernel("large", gpu=True) is None
+    assert selection_of_kernel("small", gpu=False) == "full"
+    assert selection_of_kernel("large", gpu=False) == "interpreter"
+    assert dist_of("loadfile", gpu=True) == "worksteal"
+    assert dist_of("loadfile", gpu=False) == "loadfile"
+    assert dist_of("no", gpu=True) == "no"
 
 
 @pytest.mark.matrix

@@ -34,7 +34,7 @@ def devices(fake: Fake, monkeypatch: pytest.MonkeyPatch, new_to_gpus: None) -> l
     fake.reset("mode=deferred,seed=5,memory=2000000000")
     found: list[FakeDevice] = []
 
-    def open_one() -> FakeDevice:
+    def open_one(_: object) -> FakeDevice:
         found.append(FakeDevice(fake))
         return found[-1]
 

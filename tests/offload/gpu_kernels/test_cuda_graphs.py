@@ -71,8 +71,8 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[object, ...]]]:
     Graph.work = True
 
 
-def made(alone: bool = True) -> CudaGraphs:
-    return CudaGraphs(torch.device("cuda", 0), lambda: alone)
+def made(alone: bool = True, any_torch: bool = False) -> CudaGraphs:
+    return CudaGraphs(torch.device("cuda", 0), lambda: alone, any_torch)
 
 
 def test_work_is_written_into_two_pools(told: list[tuple[object, ...]]) -> None:
@@ -135,6 +135,28 @@ def test_an_older_torch_writes_nothing(
     with pytest.raises(RuntimeError, match=words), made().aside(lambda: None):
         raise AssertionError
     assert told == []
+
+
+def test_an_older_torch_writes_until_a_capture_fails(
+    told: list[tuple[object, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a failed capture an older torch keeps memory, so its process captures no more."""
+    monkeypatch.setattr(torch, "__version__", type(torch.__version__)("2.11.0+cu130"))
+    monkeypatch.setattr(CudaGraphs, "_broken", False)
+    graphs = made(any_torch=True)
+    with graphs.aside(lambda: None):
+        graphs.begin()
+        assert graphs.end() is not None
+
+    def breaks() -> None:
+        graphs.begin()
+        raise RuntimeError("a test's")
+
+    with pytest.raises(RuntimeError, match="a test's"), graphs.aside(lambda: None):
+        breaks()
+    other = made(any_torch=True)
+    with pytest.raises(RuntimeError, match="a capture failed"), other.aside(lambda: None):
+        raise AssertionError
 
 
 def test_one_writes_at_a_time(told: list[tuple[object, ...]]) -> None:

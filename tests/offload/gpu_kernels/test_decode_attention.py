@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="Triton is built for Linux only")
 from moeinf.offload.gpu_kernels.decode_attention import attend_newest
 from tests.offload.device import DEVICE
 
-pytestmark = pytest.mark.full  # Triton's interpreter is slow
+pytestmark = pytest.mark.kernel("small")
 
 SHAPES = {  # heads, key heads, width, value width
     "grouped": (8, 2, 64, 64),

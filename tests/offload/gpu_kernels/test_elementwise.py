@@ -21,7 +21,7 @@ from moeinf.offload.gpu_kernels import elementwise
 from moeinf.offload.gpu_kernels.elementwise import gated, gqa_heads, mla_heads, rms_norm
 from tests.offload.device import DEVICE
 
-pytestmark = pytest.mark.full  # Triton's interpreter is slow
+pytestmark = pytest.mark.kernel("small")
 
 BF16, F32 = torch.bfloat16, torch.float32
 

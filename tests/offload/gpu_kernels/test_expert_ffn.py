@@ -18,7 +18,7 @@ from tests import gguf_blocks
 from tests.native.test_kernels import between, experts_of, relative
 from tests.offload.device import DEVICE
 
-pytestmark = pytest.mark.interpreter
+pytestmark = pytest.mark.kernel("large")
 
 FORMS = ["q4", "q8", "q3", "q2", "mxfp4", *gguf_blocks.FORMS, "bf16"]
 ACTIVATIONS = [

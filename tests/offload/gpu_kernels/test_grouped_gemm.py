@@ -25,7 +25,7 @@ from tests.offload.gpu_kernels import test_expert_ffn as pairs
 from tests.offload.gpu_kernels.test_expert_ffn import UNTOUCHED, Layer, random
 from tests.offload.gpu_kernels.test_linear import matrix
 
-pytestmark = pytest.mark.interpreter
+pytestmark = pytest.mark.kernel("large")
 
 FORMS = ["q4", "q8", "q3", "q2", "mxfp4", *gguf_blocks.FORMS]
 CASES = [case for case in pairs.CASES if case[0] in FORMS]

@@ -15,7 +15,7 @@ from tests import gguf_blocks
 from tests.native.test_kernels import relative, stored
 from tests.offload.device import DEVICE
 
-pytestmark = pytest.mark.interpreter
+pytestmark = pytest.mark.kernel("large")
 
 
 def matrix(form, rows, columns):

@@ -14,7 +14,7 @@ from moeinf.offload.gpu_kernels.decode_attention import attend_newest
 from moeinf.offload.gpu_kernels.prefill_attention import attend_rows
 from tests.offload.device import DEVICE
 
-pytestmark = pytest.mark.full  # Triton's interpreter is slow
+pytestmark = pytest.mark.kernel("small")
 
 SHAPES = {  # heads, key heads, width, value width
     "grouped": (8, 2, 64, 64),

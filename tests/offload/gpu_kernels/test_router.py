@@ -16,7 +16,7 @@ from moeinf.offload.gpu_kernels.router_spec import RouterKind
 from tests.fake_device import torch_router
 from tests.offload.device import DEVICE
 
-pytestmark = pytest.mark.full  # Triton's interpreter is slow
+pytestmark = pytest.mark.kernel("small")
 
 BF16, F32 = torch.bfloat16, torch.float32
 

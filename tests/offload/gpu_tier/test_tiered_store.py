@@ -378,3 +378,27 @@ def test_who_nobody_asked_for_comes_by_bytes_and_past_those_who_are_there(
         rig.tier.end_copies()
         rig.tier.bring_absent()
         assert rig.store.device_resident == min(L * E, before + more)
+
+
+def test_after_a_rebuild_experts_come_back_layer_by_layer(
+    rigs: Rigs, shards: Shards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer needs no host once all of it is there, so its experts come together."""
+    largest = max(layout.data_bytes for layout in shards.layouts)
+    monkeypatch.setattr(device_tier, "_UNASKED_BYTES", E * largest)
+    monkeypatch.setattr(device_tier, "_LOOKED_AT", 2 * E)
+    rig = rigs(L * E + 1, L * E)
+    rig.store.warm(range(L * E))
+    while not all(rig.host.table.is_resident(cell) for cell in range(L * E)):
+        rig.host.settle()
+    rig.one(0, 9, 0)
+    assert rig.tier.give_up(1, 1) == 1
+    assert rig.store.device_resident == 0
+    for layer in range(L):
+        rig.tier.end_copies()
+        rig.tier.bring_absent()
+        whole = [rig.tier.slot_table(n * E, E) is not None for n in range(L)]
+        assert whole == [n <= layer for n in range(L)]
+    rig.tier.end_copies()
+    rig.tier.bring_absent()
+    assert rig.tier.complete

@@ -60,7 +60,7 @@ def opened(
     opened(nvml, slots) returns the engine and its --device-memory.
     """
     monkeypatch.setattr(gpus, "missing_for_kernels", lambda: None)
-    monkeypatch.setattr(gpus, "torch_device", lambda: FakeDevice(fake))
+    monkeypatch.setattr(gpus, "torch_device", lambda *_: FakeDevice(fake))
     (tmp_path / "models").symlink_to(demo_home / "models")
     engines: list[Engine] = []
 

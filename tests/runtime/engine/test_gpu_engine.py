@@ -43,7 +43,7 @@ def open_gpu_engine(
     """
     fake.reset("mode=deferred,seed=21,memory=2000000000")
     monkeypatch.setattr(gpus, "missing_for_kernels", lambda: None)
-    monkeypatch.setattr(gpus, "torch_device", lambda: FakeDevice(fake))
+    monkeypatch.setattr(gpus, "torch_device", lambda *_: FakeDevice(fake))
     home = tmp_path / "home"
     home.mkdir()
     (home / "models").symlink_to(demo_home / "models")

@@ -187,7 +187,7 @@ def test_the_cpus_logits(
     folder = Library(settings).folder(manifest.model)
     devices: list[StrictFake] = []
     monkeypatch.setattr(gpus, "missing_for_kernels", lambda: None)
-    monkeypatch.setattr(gpus, "torch_device", lambda: devices[-1])
+    monkeypatch.setattr(gpus, "torch_device", lambda *_: devices[-1])
 
     def logits(device: StrictFake) -> list[NDArray[np.float32]]:
         devices.append(device)

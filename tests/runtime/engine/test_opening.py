@@ -105,7 +105,7 @@ def test_weights_are_freed_before_their_gpu_is_given_back(
     device = Device(fake)
     fake.reset("mode=deferred,seed=21,memory=2000000000")
     monkeypatch.setattr(gpus, "missing_for_kernels", lambda: None)
-    monkeypatch.setattr(gpus, "torch_device", lambda: device)
+    monkeypatch.setattr(gpus, "torch_device", lambda *_: device)
     monkeypatch.setattr("moeinf.runtime.engine.opening.load_model", loaded)
     manifest, _ = Library(Settings(demo_home)).read("demo")
     budget = CONTEXT_BYTES + workspace_bytes(manifest) + 1600 * manifest.slots.slot_bytes
@@ -131,7 +131,7 @@ def test_no_device_memory_for_the_dense_weights_is_said(
 ) -> None:
     fake.reset("mode=deferred,seed=21,memory=2000000000")
     monkeypatch.setattr(gpus, "missing_for_kernels", lambda: None)
-    monkeypatch.setattr(gpus, "torch_device", lambda: FakeDevice(fake))
+    monkeypatch.setattr(gpus, "torch_device", lambda *_: FakeDevice(fake))
 
     def none_left(*_: Any) -> Model:
         raise OutOfDeviceMemory("a test's")

@@ -1,17 +1,22 @@
-"""Compile every device kernel for GPUs that may be absent, and print the resources of each.
+"""Compile every GPU kernel for GPUs that may be absent, and print the resources of each.
 
-    python scripts/check_device_kernels.py [--only REGEX] [sm_80 sm_86 sm_90 …]
+Run: python -m tools kernels [--triton 3.6.0] [--front] [--spread] [--only REGEX] [sm_80 sm_90 …]
 
 Triton's wheel holds ptxas and cuobjdump, so this runs anywhere. Prints a line per kernel and
 variant: registers per thread, bytes spilled to local memory, bytes of shared memory, warps. The
 line also counts two things in the PTX: products on tensor cores, and copies to shared memory that
-may be in flight during a wait. It measures no speed. Exits with 1 when a kernel spills more than
-two registers, or when one for many rows has no product on tensor cores.
+may be in flight during a wait. It measures no speed. Exits with 1 when a kernel does not compile,
+spills more than two registers, or, for many rows, has no product on tensor cores.
+
+--front translates one variant of each kernel and format to Triton's first language, in seconds:
+most errors show there. --spread compiles each variant for one of the GPUs only. --triton uses
+another release, which pip installs below build/ once.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import subprocess
 import sys
@@ -22,8 +27,9 @@ from typing import Any
 
 import torch
 import triton
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
 
 from moeinf.offload.gpu_kernels import decode_attention as attention
 from moeinf.offload.gpu_kernels import elementwise as between
@@ -33,7 +39,9 @@ from moeinf.offload.gpu_kernels import prefill_attention as prefill
 from moeinf.offload.gpu_kernels import router
 from moeinf.offload.gpu_kernels.tiles import FUSION
 
-DEFAULT = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120")  # Ampere, Ada, Hopper, desktop Blackwell
+ROOT = Path(__file__).parents[1]
+DEFAULT = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")  # Ampere, Ada, Hopper, Blackwell
+LOWEST = "3.6.0"  # pyproject's; torch 2.11 needs exactly this release
 SPILLED_BYTES = 8  # three blocks of 32 rows spill that on sm_120
 FORMS = ("q4", "q8", "q3", "q2", "mxfp4", "q4k", "q5k", "q6k", "nvfp4", "bf16")
 POINTERS = {
@@ -71,12 +79,13 @@ ROUND = (
     "kv_lora",
 )
 
+Variant = tuple[str, Any, dict[str, Any], int]  # name, kernel, constants, warps
 
 ACTIVATIONS = (("swiglu", False), ("clamped_swiglu", True), ("geglu", False), ("relu", True))
 ACTIVATIONS += (("relu2", False), ("swiglu10", False))
 
 
-def variants() -> Iterator[tuple[str, Any, dict[str, Any], int]]:
+def variants() -> Iterator[Variant]:
     """Yield the name, the kernel, its constants and its number of warps."""
     for form in FORMS:
         common = {"FORM": form, "STAGES": 4, "EMULATE": False}
@@ -109,7 +118,7 @@ def variants() -> Iterator[tuple[str, Any, dict[str, Any], int]]:
     yield from between_products()
 
 
-def of_many_rows() -> Iterator[tuple[str, Any, dict[str, Any], int]]:
+def of_many_rows() -> Iterator[Variant]:
     """Yield the same for a prefill chunk's attention: with sinks, or with own keys for every head.
 
     The latter makes per_group 1, which Triton treats as a constant.
@@ -129,7 +138,7 @@ def of_many_rows() -> Iterator[tuple[str, Any, dict[str, Any], int]]:
         yield f"{name} alone", prefill.attend_lines, alone, how["num_warps"]
 
 
-def between_products() -> Iterator[tuple[str, Any, dict[str, Any], int]]:
+def between_products() -> Iterator[Variant]:
     """Yield the same for the kernels between the products of a decode step."""
     for name, more in (("", {}), (" fp32", {"TYPE": "*fp32"})):
         for wide in (False, True):
@@ -158,7 +167,7 @@ def between_products() -> Iterator[tuple[str, Any, dict[str, Any], int]]:
         yield f"choose_experts {score} {groups} {width}", router.choose_experts, constants, 1
 
 
-def on_tensor_cores(form: str) -> Iterator[tuple[str, Any, dict[str, Any], int]]:
+def on_tensor_cores(form: str) -> Iterator[Variant]:
     """Yield the same for kernels of many rows."""
     for rows, warps in ((16, 4), (32, 4), (64, 8))[: 2 if form == "q6k" else 3]:
         common = {"FORM": form, "STAGES": 4, "ROWS": rows}
@@ -171,8 +180,8 @@ def on_tensor_cores(form: str) -> Iterator[tuple[str, Any, dict[str, Any], int]]
         yield f"grouped_down {form} {rows}", gemm.grouped_down, constants, warps
 
 
-def compiled(kernel: Any, constants: dict[str, Any], warps: int, arch: int) -> Any:
-    """Return the kernel for one GPU, with the types and alignments that expert_ffn.py passes."""
+def launch(kernel: Any, constants: dict[str, Any], warps: int) -> tuple[ASTSource, dict[str, Any]]:
+    """Return a kernel's source and options, typed and aligned as expert_ffn.py passes them."""
     constants = dict(constants)
     form, plain = constants.get("FORM"), constants.pop("TYPE", None)
     staged = constants.pop("STAGED", None)
@@ -198,7 +207,25 @@ def compiled(kernel: Any, constants: dict[str, Any], warps: int, arch: int) -> A
     options = {"num_warps": warps, **FUSION}
     if staged is not None:
         options["num_stages"] = staged
+    return source, options
+
+
+def compiled(kernel: Any, constants: dict[str, Any], warps: int, arch: int) -> Any:
+    """Return the kernel for one GPU."""
+    source, options = launch(kernel, constants, warps)
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def through_front(kernel: Any, constants: dict[str, Any], warps: int, arch: int) -> None:
+    """Translate a kernel to Triton's first language; raise its CompilationError."""
+    source, options = launch(kernel, constants, warps)
+    target, context = GPUTarget("cuda", arch, 32), ir.context()
+    backend = make_backend(target)
+    options = backend.parse_options(options)
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    functions, modules = backend.get_codegen_implementation(options), backend.get_module_map()
+    source.make_ir(target, options, functions, modules, context)
 
 
 def usage(cubin: bytes) -> tuple[int, int]:
@@ -226,26 +253,74 @@ def groups_ahead(ptx: str) -> int:
     return max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx)), default=0)
 
 
+def of_each_format(chosen: list[Variant]) -> list[Variant]:
+    """Return the first variant of each kernel and format."""
+    first: dict[tuple[object, ...], Variant] = {}
+    for variant in chosen:
+        _, kernel, constants, _ = variant
+        first.setdefault((kernel, constants.get("FORM"), constants.get("TYPE")), variant)
+    return list(first.values())
+
+
+def installed(release: str) -> Path:
+    """Return the folder of another Triton, which pip installs on the first call."""
+    folder = ROOT / "build" / f"triton-{release}"
+    if not (folder / "triton").exists():
+        pip = ("-m", "pip", "install", "-q", "--no-deps", "--no-compile", "--target", str(folder))
+        subprocess.run([sys.executable, *pip, f"triton=={release}"], check=True)
+    return folder
+
+
+def checked(name: str, made: Any, warps: int, arch: int, many: bool) -> bool:
+    """Print a compiled kernel's resources; return whether they are as they must be."""
+    registers, stack = usage(made.asm["cubin"])
+    multiplied, ahead = products(made.asm["ptx"]), groups_ahead(made.asm["ptx"])
+    print(
+        f"sm_{arch} {name:36} {registers:4} registers {stack:6} spilled "
+        f"{made.metadata.shared:7} shared {warps:3} warps {multiplied:4} mma "
+        f"{ahead:3} ahead",
+        flush=True,
+    )
+    return stack <= SPILLED_BYTES and not (many and multiplied == 0)
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--only", default="")
+    """Compile what the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="a regular expression of names")
+    parser.add_argument(
+        "--front", action="store_true", help="one of each kernel and format, without machine code"
+    )
+    parser.add_argument("--spread", action="store_true", help="each variant for one GPU")
+    parser.add_argument("--triton", default=triton.__version__, help=f"{LOWEST} is the lowest")
     parser.add_argument("architectures", nargs="*", default=DEFAULT)
-    options, failed = parser.parse_args(), False
+    options = parser.parse_args()
+    if options.triton != triton.__version__:
+        path = os.pathsep.join([str(installed(options.triton)), *sys.path])
+        command = [sys.executable, "-m", "tools", "kernels", *sys.argv[1:]]
+        return subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, cwd=ROOT).returncode
     chosen = [v for v in variants() if re.search(options.only, v[0])]
-    for arch in [int(name.removeprefix("sm_")) for name in options.architectures]:
-        for name, kernel, constants, warps in chosen:
-            made = compiled(kernel, constants, warps, arch)
-            registers, stack = usage(made.asm["cubin"])
-            multiplied, ahead = products(made.asm["ptx"]), groups_ahead(made.asm["ptx"])
-            print(
-                f"sm_{arch} {name:36} {registers:4} registers {stack:6} spilled "
-                f"{made.metadata.shared:7} shared {warps:3} warps {multiplied:4} mma "
-                f"{ahead:3} ahead",
-                flush=True,
-            )
+    if options.front:
+        chosen = of_each_format(chosen)
+    failed, count = 0, 0
+    architectures = [int(name.removeprefix("sm_")) for name in options.architectures]
+    for place, arch in enumerate(architectures):
+        ours = chosen[place :: len(architectures)] if options.spread else chosen
+        for name, kernel, constants, warps in ours:
+            count += 1
             many = kernel in (gemm.grouped_inner, gemm.grouped_down, gemm.linear_many)
-            failed |= stack > SPILLED_BYTES or (many and multiplied == 0)
-    return int(failed)
+            try:
+                if options.front:
+                    through_front(kernel, constants, warps, arch)
+                    continue
+                made = compiled(kernel, constants, warps, arch)
+            except Exception as error:  # a compiler may raise anything
+                failed += 1
+                print(f"sm_{arch} {name:36} {str(error).strip().splitlines()[-1]}", flush=True)
+                continue
+            failed += not checked(name, made, warps, arch, many)
+    print(f"Triton {triton.__version__}: {count} compiled, {failed} wrong")
+    return int(failed > 0)
 
 
 if __name__ == "__main__":
