@@ -47,7 +47,7 @@ def get(
                     "GET", url, headers=sent, follow_redirects=False, timeout=stall_seconds
                 )
                 response = stack.enter_context(asked)
-            except (HTTPError, OSError, MemoryError):
+            except (HTTPError, ImportError, OSError, MemoryError):
                 raise
             except Exception as error:  # a URL that the HTTP client cannot use
                 raise BadAnswer(f"{url[:100]!r} cannot be requested: {error}") from error
