@@ -48,6 +48,8 @@ def read_torch_file(path: Path) -> dict[str, SourceTensor]:
             state = torch.load(path, weights_only=True)
     except pickle.UnpicklingError as error:
         raise BadCheckpoint(f"{path} holds more than tensors: {_first_line(error)}") from error
+    except (ImportError, MemoryError):  # not the file's fault
+        raise
     except Exception as error:  # an invalid pickle can raise nearly any exception
         raise BadCheckpoint(f"{path} cannot be read: {_first_line(error)}") from error
     if not isinstance(state, dict):

@@ -115,7 +115,7 @@ def _last(
                     extensions={"trace": deadline.trace},
                 )
                 response = stack.enter_context(asked)
-            except (HTTPError, OSError, MemoryError):
+            except (HTTPError, ImportError, OSError, MemoryError):
                 raise
             except Exception as error:  # a URL that the HTTP client cannot use
                 raise BadAnswer(f"{url[:100]!r} cannot be requested: {error}") from error

@@ -55,6 +55,8 @@ def _border(what: str) -> Iterator[None]:
     """Turn any error of the library, panics included, into TokenizerFailed."""
     try:
         yield
+    except (ImportError, MemoryError):  # not the tokenizer's fault
+        raise
     except Exception as error:
         raise TokenizerFailed(f"the model's tokenizer cannot {what}: {error}"[:500]) from None
     except BaseException as error:
