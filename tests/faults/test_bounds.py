@@ -23,7 +23,7 @@ import pytest
 
 from moeinf.runtime.config import Settings
 from moeinf.runtime.library.library import DEMO_CHECKPOINT
-from moeinf.server.api.responses.store import MOST_RESPONSES
+from moeinf.server.api.responses.store import MOST_STORED_BYTES
 from moeinf.server.http.bodies import ALL_BODIES_BYTES
 from tests.cli.conftest import COMMAND, environment
 from tests.conftest import pull
@@ -222,14 +222,17 @@ def test_children_of_grammars(server: Server, watch: Watch) -> None:
     assert watch.peak["children"] <= 1 + 1 + QUEUE  # the template's, and one for each request
 
 
-@pytest.mark.full
 def test_responses_that_are_kept(server: Server, watch: Watch) -> None:
-    text = "x" * 60_000  # 600 of them are beyond MOST_STORED_BYTES
-    for number in range(40):
-        body = {"model": "demo", "input": "1+1=", "max_output_tokens": 16, "instructions": ""}
-        body["metadata"] = {"number": str(number)}
-        assert server.client.post("/v1/responses", json=body).status_code == 200
-    assert len(text) * MOST_RESPONSES > watch.grew("VmRSS")
+    """The oldest leave when their documents have 32 MiB together."""
+    body = {"model": "demo", "input": "1+1=", "max_output_tokens": 4}
+    names = []
+    for _ in range(8):
+        metadata = {"text": "x" * 6_000_000}
+        answer = server.client.post("/v1/responses", json={**body, "metadata": metadata})
+        names.append(answer.json()["id"])
+    paths = [f"/v1/responses/{name}" for name in (names[0], names[-1])]
+    assert [server.client.get(path).status_code for path in paths] == [404, 200]
+    assert watch.grew("VmRSS") <= 6 * MOST_STORED_BYTES
 
 
 def test_prefixes_on_the_disk(server: Server, watch: Watch) -> None:
