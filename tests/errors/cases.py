@@ -27,7 +27,7 @@ from moeinf.models.base import ContextFull
 from moeinf.offload.gpu_tier.layer_runner import OutOfMemory
 from moeinf.runtime.config import Settings
 from moeinf.runtime.engine.engine import Engine
-from moeinf.runtime.hub import resolve
+from moeinf.runtime.hub import installed
 from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
 from moeinf.runtime.library.processes import Registry
 from moeinf.runtime.library.staging import only_maker
@@ -84,7 +84,7 @@ def case(code: str) -> Callable[[Case], Case]:
 
 @case("dense_model")
 def _(place: Place) -> list[str]:
-    place.patch.setattr(resolve, "available_bytes", lambda: 16 << 30)
+    place.patch.setattr(installed, "available_bytes", lambda: 16 << 30)
     return ["pull", "llama3:8b"]
 
 
