@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from moeinf.offload.store.budget import DoesNotFit
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.hub.resolve import can_be_had, find_source
 from moeinf.runtime.jobs.plan_document import Rows, plan_document
-from moeinf.runtime.library.library import Library, NoSuchModel
+from moeinf.runtime.library.library import Library, NoSuchModel, present
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.names import BadName, ModelName, expand, is_path, parse_name
 from moeinf.runtime.placement.gpu_plan import DeviceDoesNotFit
@@ -63,16 +64,18 @@ def plan_model(
         name, tags = _prospects(model, settings, note, stop)
         manifest, pull = tags[name.tag]
         sizes = "the headers of the source; nothing was pulled"
-    if config.draft is not None:
-        from moeinf.runtime.library.draft_model import find_draft  # imports tokenizers
+    gone = nullcontext() if installed is None else present(manifest.model, folder)
+    with gone:
+        if config.draft is not None:
+            from moeinf.runtime.library.draft_model import find_draft  # imports tokenizers
 
-        source = None if installed is None else folder
-        find_draft(config.draft, manifest, source, Library(settings))
-    machine = look(settings, folder, manifest)
-    found = outlook(manifest, config, settings, machine, pull)
-    rungs = list(ladder(found, config, settings))
-    rows = {tag: _row(*about, config, settings, machine) for tag, about in tags.items()}
-    return Planned(found, rungs, rows, sizes)
+            source = None if installed is None else folder
+            find_draft(config.draft, manifest, source, Library(settings))
+        machine = look(settings, folder, manifest)
+        found = outlook(manifest, config, settings, machine, pull)
+        rungs = list(ladder(found, config, settings))
+        rows = {tag: _row(*about, config, settings, machine) for tag, about in tags.items()}
+        return Planned(found, rungs, rows, sizes)
 
 
 def _installed(model: str, settings: Settings) -> tuple[Manifest, Path] | None:

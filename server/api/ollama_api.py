@@ -19,6 +19,7 @@ from moeinf.runtime.config import Settings, parse_duration
 from moeinf.runtime.generation.events import Ended, Failed, Reading
 from moeinf.runtime.hub.aliases import licence_of
 from moeinf.runtime.library.defaults import Defaults
+from moeinf.runtime.library.library import present
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.library.modelfile import modelfile_of, parameters_text
 from moeinf.runtime.sampling.grammar import json_of
@@ -273,8 +274,7 @@ def _figures(ended: Ended, form: _Form) -> dict[str, Any]:
 
 @router.get("/api/tags")
 def tags(request: Request) -> dict[str, Any]:
-    host: ModelManager = request.app.state.host
-    found = [entry.manifest for entry in host.library.installed()]
+    found = [entry.manifest for entry in request.app.state.host.library.installed()]
     return {"models": [_described(manifest) for manifest in found if manifest is not None]}
 
 
@@ -310,12 +310,12 @@ def _living(loaded: Loaded) -> dict[str, Any]:
 
 @router.post("/api/show")
 def show(asked: ModelRequest, request: Request) -> dict[str, Any]:
-    host: ModelManager = request.app.state.host
-    m, folder = host.library.read(asked.wanted)
+    m, folder = request.app.state.host.library.read(asked.wanted)
     from moeinf.runtime.text.tokenizer import chat_template
 
     given = m.defaults or Defaults(str(m.model))
-    template = chat_template(folder) or "" if given.template is None else given.template
+    with present(m.model, folder):
+        template = chat_template(folder) or "" if given.template is None else given.template
     capabilities = {
         "completion": not m.encoder_layers,
         "tools": knows_tools(template),
