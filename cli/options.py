@@ -26,7 +26,7 @@ from moeinf.runtime.config import (
 from moeinf.runtime.engine.pipeline.address import parse_address
 from moeinf.runtime.invalid import InvalidValue
 from moeinf.runtime.library.library import Library
-from moeinf.runtime.names import DEMO, TAGS
+from moeinf.runtime.names import DEMO, TAGS, BadName, parse_name
 from moeinf.runtime.sizes import MemorySize, parse_memory
 
 _PICTURES = (".png", ".jpg", ".pdf", ".svg")
@@ -137,6 +137,13 @@ def picture_path(text: str) -> Path:
     return path
 
 
+def is_name(text: str) -> bool:
+    """Return True for a name that a model can have."""
+    with suppress(BadName):
+        return bool(parse_name(text))
+    return False
+
+
 def installed_models(incomplete: str) -> list[str]:
     """Return installed models for shell completion; with tags once a colon is typed.
 
@@ -144,7 +151,8 @@ def installed_models(incomplete: str) -> list[str]:
     the start of a new word.
     """
     try:
-        names = [entry.name for entry in Library(read_environment()).installed()]
+        found = Library(read_environment()).installed()
+        names = [entry.name for entry in found if is_name(str(entry.name))]
     except (OSError, InvalidValue):
         return []
     words = {str(name) if ":" in incomplete else name.name for name in names}

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
+from moeinf.runtime.files.regular import read_regular
 from moeinf.runtime.names import ModelName, in_home
 from moeinf.runtime.requests import Form, Limits, Message, SamplingOptions
 from moeinf.runtime.sampling.schema_limits import MOST_BYTES, BadFormat, check_schema
@@ -135,8 +136,7 @@ def parse_form(text: str) -> Form:
         if text.lstrip().startswith("{"):
             said = text
         else:
-            with in_home(text).open(encoding="utf-8") as file:
-                said = file.read(_MOST_CHARACTERS + 1)
+            said = read_regular(in_home(text), _MOST_CHARACTERS).decode("utf-8")
         if len(said) > _MOST_CHARACTERS:
             raise BadFormat(f"format: the schema has more than {_MOST_CHARACTERS} characters")
         schema = json.loads(said)

@@ -7,6 +7,7 @@ is rewritten with the entries that the EAMC holds.
 
 from __future__ import annotations
 
+import os
 import struct
 import zlib
 from collections.abc import Callable, Iterable
@@ -26,6 +27,7 @@ from moeinf.runtime.config import Settings
 from moeinf.runtime.eamc.append_log import RecordLog
 from moeinf.runtime.eamc.kept_recording import recording_path
 from moeinf.runtime.files.atomic import write_bytes_durably
+from moeinf.runtime.files.regular import open_regular
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.manifest import Manifest
 
@@ -174,7 +176,7 @@ def export_eamc(eamc: Eamc, path: Path) -> None:
 
 def import_eamc(path: Path, manifest: Manifest) -> Eamc:
     """Read a file that `export_eamc` wrote. Raises ForeignEamc if it is not one, OSError."""
-    with path.open("rb") as file:
+    with os.fdopen(open_regular(path), "rb") as file:
         data = file.read(MAX_FILE_BYTES + 1)
     if len(data) > MAX_FILE_BYTES:
         raise ForeignEamc(f"{path} has more than {MAX_FILE_BYTES >> 20} MiB: too large for an EAMC")

@@ -46,7 +46,7 @@ from moeinf.runtime.engine.opening import (
 )
 from moeinf.runtime.engine.pipeline.links import open_stages
 from moeinf.runtime.engine.request_tracing import RequestTracing, Wrapped
-from moeinf.runtime.library.library import Library
+from moeinf.runtime.library.library import Library, present
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.machine.gpu import device_faults
 from moeinf.runtime.prefix.cache import PrefixCache
@@ -135,7 +135,7 @@ class Engine:
         deleted meanwhile. With stages, raises what `open_stages` raises.
         """
         start = time.perf_counter()
-        with ExitStack() as opened:
+        with present(manifest.model, folder), ExitStack() as opened:
             stages = open_stages(manifest, folder, config, settings.stage_key, opened)
             if stages is not None:
                 manifest, config = stages.own_part, stages.config

@@ -10,7 +10,7 @@ from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.hub.installed import can_be_had
 from moeinf.runtime.jobs.plan_document import Rows, plan_document
 from moeinf.runtime.library.draft_model import find_draft
-from moeinf.runtime.library.library import Library, NoSuchModel
+from moeinf.runtime.library.library import Library, NoSuchModel, present
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.names import is_path
 from moeinf.runtime.placement.outlook import Outlook, ladder, look, outlook
@@ -42,11 +42,12 @@ def plan_installed(model: str, config: EngineConfig, settings: Settings) -> Plan
     if installed is None:
         return None
     manifest, folder = installed
-    if config.draft is not None:
-        find_draft(config.draft, manifest, folder, Library(settings))
-    found = outlook(manifest, config, settings, look(settings, folder, manifest))
-    rungs = list(ladder(found, config, settings))
-    return Planned(found, rungs, {}, "the manifest of the pulled model")
+    with present(manifest.model, folder):
+        if config.draft is not None:
+            find_draft(config.draft, manifest, folder, Library(settings))
+        found = outlook(manifest, config, settings, look(settings, folder, manifest))
+        rungs = list(ladder(found, config, settings))
+        return Planned(found, rungs, {}, "the manifest of the pulled model")
 
 
 def _installed(model: str, settings: Settings) -> tuple[Manifest, Path] | None:

@@ -13,7 +13,7 @@ from moeinf.errors import Conflict
 from moeinf.offload.format.drives import link_like, places, remove_folder
 from moeinf.runtime.config import Settings
 from moeinf.runtime.files.atomic import make_folder_durably, sync_filesystem
-from moeinf.runtime.library.library import Library, NoSuchModel
+from moeinf.runtime.library.library import Library, present
 from moeinf.runtime.library.manifest import Manifest, read_manifest, write_manifest
 from moeinf.runtime.library.staging import JOURNAL, discard, only_maker, partial_folder
 from moeinf.runtime.names import BadName, ModelName, check_not_demo, parse_name, plain
@@ -72,18 +72,17 @@ def link_model(
             raise ModelExists(f"{name} has an unfinished pull; `moeinf prune` removes it")
         remove_folder(work, ignore_errors=True)  # left by a copy that was killed
         try:
-            link_like(origin, work, f"{name.name}-{name.tag}")
-            for file in manifest.files:
-                (work / file.path).parent.mkdir(parents=True, exist_ok=True)
-                link_file(origin / file.path, work / file.path)
-            write_manifest(work, copy)
-            if before is None or before.digest != manifest.digest:
-                _copy_state(settings.state_of(manifest.model), settings.state_of(name))
-            for place in places(work):
-                sync_filesystem(place)
-            library.admit(work, name)
-        except FileNotFoundError as error:
-            raise NoSuchModel(str(manifest.model), []) from error  # removed during the copy
+            with present(manifest.model, origin):
+                link_like(origin, work, f"{name.name}-{name.tag}")
+                for file in manifest.files:
+                    (work / file.path).parent.mkdir(parents=True, exist_ok=True)
+                    link_file(origin / file.path, work / file.path)
+                write_manifest(work, copy)
+                if before is None or before.digest != manifest.digest:
+                    _copy_state(settings.state_of(manifest.model), settings.state_of(name))
+                for place in places(work):
+                    sync_filesystem(place)
+                library.admit(work, name)
         finally:
             discard(folder)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import glob
 import os
 import shutil
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -50,6 +52,17 @@ class NoSuchModel(NotFound, LookupError):
         self.nearest = nearest
         self.tags = tags
         self.hint = _other_names(wanted, nearest, tags)
+
+
+@contextmanager
+def present(name: ModelName | str, folder: Path) -> Iterator[None]:
+    """Make any error NoSuchModel if another process has deleted the model meanwhile."""
+    try:
+        yield
+    except Exception as error:  # of whichever of its files was read first
+        if isinstance(error, NoSuchModel) or os.path.lexists(folder / MANIFEST):
+            raise
+        raise NoSuchModel(str(name), []) from error
 
 
 def _other_names(wanted: str, nearest: list[str], tags: tuple[str, ...]) -> str:
@@ -116,7 +129,8 @@ class Library:
     def installed(self) -> list[Installed]:
         """Return every complete or damaged model, the newest first, the damaged ones last."""
         found = []
-        for manifest in self._root.glob(f"*/*/{MANIFEST}"):
+        for place in glob.glob(f"*/*/{MANIFEST}", root_dir=self._root):  # noqa: PTH207  # a folder may vanish
+            manifest = self._root / place
             folder = manifest.parent
             if not is_tag(folder.name) or folder.parent.name.startswith("."):
                 continue
@@ -126,6 +140,8 @@ class Library:
                     (manifest.stat().st_mtime, Installed(name, folder, read_manifest(folder)))
                 )
             except (DamagedModel, OSError) as error:
+                if not os.path.lexists(manifest):  # deleted meanwhile
+                    continue
                 found.append((0.0, Installed(name, folder, None, reason(error))))
         return [entry for _, entry in sorted(found, key=lambda pair: (-pair[0], pair[1].name))]
 
@@ -139,7 +155,7 @@ class Library:
         name = parse_name(text)
         if self.has(name):
             return name, self.folder(name)
-        here = (folder.name for folder in self.folder(name).parent.glob("b*"))
+        here = glob.glob("b*", root_dir=self.folder(name).parent)  # noqa: PTH207
         mixed = sorted(tag for tag in here if is_tag(tag) and tag not in TAGS)
         others = (ModelName(name.name, tag) for tag in (*TAGS, *mixed))
         tags = tuple(str(other) for other in others if self.has(other))
@@ -167,11 +183,9 @@ class Library:
         Raises as `find`, and DamagedModel and MissingDrive.
         """
         name, folder = self.find(text)
-        try:
+        with present(text, folder):
             manifest = read_manifest(folder)
-        except FileNotFoundError as error:
-            raise NoSuchModel(text, []) from error
-        check_drives(folder, str(name))
+            check_drives(folder, str(name))
         return manifest, folder
 
     def made_of(self, name: ModelName, source: str, revision: str | None) -> Manifest | None:
@@ -202,7 +216,8 @@ class Library:
         """Return the remains of unfinished work, including pulls that still run."""
         sizes: dict[ModelName, int] = {}
         for end in (PARTIAL, OLD):
-            for folder in self._root.glob(f"*/.*{end}"):
+            for place in glob.glob(f"*/.*{end}", root_dir=self._root):  # noqa: PTH207
+                folder = self._root / place
                 name = ModelName(folder.parent.name, folder.name[1:].removesuffix(end))
                 sizes[name] = sizes.get(name, 0) + taken_on_drives(folder)
         return [Partial(name, size) for name, size in sorted(sizes.items())]

@@ -6,6 +6,7 @@ A repaired file must have the hash of the manifest.
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +29,8 @@ from moeinf.runtime.checkpoints.inventory import Forms, take_inventory
 from moeinf.runtime.checkpoints.quantised.fp8 import sources
 from moeinf.runtime.files.atomic import sync_filesystem
 from moeinf.runtime.files.regular import check_regular
-from moeinf.runtime.library.manifest import Manifest
+from moeinf.runtime.library.library import NoSuchModel
+from moeinf.runtime.library.manifest import MANIFEST, Manifest
 from moeinf.runtime.library.repacking.repack import in_tag
 from moeinf.runtime.library.repacking.shard_writer import all_targets, hash_file
 from moeinf.runtime.names import bits_of_tag
@@ -88,7 +90,10 @@ class LocalRepair:
 
 
 def verify(folder: Path, manifest: Manifest, progress: Progress) -> list[Damage]:
-    """Hash every file again, and return those that are missing, truncated or changed."""
+    """Hash every file again, and return those that are missing, truncated or changed.
+
+    Raises NoSuchModel if the model was deleted meanwhile.
+    """
     total, done = manifest.size_bytes, 0
     found: list[Damage] = []
     pool = ThreadPoolExecutor(_WORKERS)
@@ -102,6 +107,8 @@ def verify(folder: Path, manifest: Manifest, progress: Progress) -> list[Damage]
             progress("verifying", done, total)
     finally:
         pool.shutdown(cancel_futures=True)  # Ctrl-C: do not hash the other files first
+    if found and not os.path.lexists(folder / MANIFEST):
+        raise NoSuchModel(str(manifest.model), [])
     return found
 
 

@@ -270,8 +270,7 @@ def _figures(ended: Ended, form: _Form) -> dict[str, Any]:
 
 @router.get("/api/tags")
 def tags(request: Request) -> dict[str, Any]:
-    host: ModelManager = request.app.state.host
-    found = [entry.manifest for entry in host.library.installed()]
+    found = [entry.manifest for entry in request.app.state.host.library.installed()]
     return {"models": [_described(manifest) for manifest in found if manifest is not None]}
 
 

@@ -8,7 +8,7 @@ import msgspec
 
 from moeinf.runtime.hub.aliases import licence_of
 from moeinf.runtime.library.defaults import Defaults
-from moeinf.runtime.library.library import Library
+from moeinf.runtime.library.library import Library, present
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.library.modelfile import modelfile_of, parameters_text
 from moeinf.runtime.text.reasoning import thinks
@@ -20,7 +20,8 @@ def shown(library: Library, wanted: str) -> dict[str, Any]:
     """Return the document of a model. Raises NoSuchModel."""
     m, folder = library.read(wanted)
     given = m.defaults or Defaults(str(m.model))
-    template = chat_template(folder) or "" if given.template is None else given.template
+    with present(m.model, folder):
+        template = chat_template(folder) or "" if given.template is None else given.template
     capabilities = {
         "completion": not m.encoder_layers,
         "tools": knows_tools(template),

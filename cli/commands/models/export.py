@@ -10,7 +10,7 @@ import typer
 from moeinf.cli.options import InstalledModel, Json, Quiet
 from moeinf.cli.output import Output
 from moeinf.runtime.config import read_environment
-from moeinf.runtime.library.library import Library
+from moeinf.runtime.library.library import Library, present
 from moeinf.runtime.sizes import format_bytes
 
 
@@ -41,7 +41,7 @@ def export(
 
     out = Output(json=json, quiet=quiet)
     manifest, folder = Library(read_environment()).read(model)
-    with out.progress(str(manifest.model)) as progress:
+    with present(manifest.model, folder), out.progress(str(manifest.model)) as progress:
         made = export_gguf(folder, manifest, gguf, progress, out.note, force)
     if json:
         about = {"architecture": made.architecture, "tensors": dict(made.tensors)}
