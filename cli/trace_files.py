@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from moeinf.cli.errors import Usage
+from moeinf.runtime.files.regular import open_regular, read_regular
 
 if TYPE_CHECKING:
     from moeinf.offload.routing.hint_model import HintSource
@@ -27,7 +29,7 @@ def read_trace(path: Path) -> Recording:
 
     Raises Usage, BadContainer, BadRouteTrace.
     """
-    from moeinf.offload.format.array_file import BadContainer
+    from moeinf.offload.format.array_file import MAGIC, BadContainer
     from moeinf.offload.routing.recording_file import recording_from_bytes
     from moeinf.offload.routing.requests_file import read_requests
     from moeinf.offload.routing.route_csv import read_route_csv
@@ -38,8 +40,12 @@ def read_trace(path: Path) -> Recording:
         return read_route_csv(path)
     if path.name.endswith(".npz"):
         return read_requests(path).recording()
+    with os.fdopen(open_regular(path), "rb") as file:
+        known = file.read(len(MAGIC)) == MAGIC
+    if not known:  # a file of gigabytes is not read
+        raise BadContainer(f"{path}: it is not a recording of moeinf")
     try:
-        return recording_from_bytes(path.read_bytes())
+        return recording_from_bytes(read_regular(path))
     except BadContainer as error:
         raise BadContainer(f"{path}: {error}") from error
 

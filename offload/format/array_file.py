@@ -29,7 +29,7 @@ from moeinf.errors import UnusableInput
 
 Arrays = dict[str, NDArray[Any]]
 
-_MAGIC = b"MOEINF\r\n"
+MAGIC = b"MOEINF\r\n"
 _PREFIX = struct.Struct("<8sII")
 _Dtype = Literal["|u1", "|b1", "<i2", "<u4", "<i4", "<i8", "<f4"]
 _DTYPES = get_args(_Dtype)
@@ -80,7 +80,7 @@ def pack(kind: str, version: int, meta: Mapping[str, Any], arrays: Arrays) -> by
         crc = zlib.crc32(little.tobytes())
         table.append(_Array(name, dtype, little.shape, len(body), crc))
     header = msgspec.json.encode(_Header(kind, version, dict(meta), table))
-    return b"".join((_PREFIX.pack(_MAGIC, len(header), zlib.crc32(header)), header, *bodies))
+    return b"".join((_PREFIX.pack(MAGIC, len(header), zlib.crc32(header)), header, *bodies))
 
 
 def unpack(
@@ -101,7 +101,7 @@ def unpack(
 
 def _unpack(data: bytes, kind: str, version: int, most_bytes: int) -> tuple[dict[str, Any], Arrays]:
     magic, size, crc = _PREFIX.unpack_from(data)
-    if magic != _MAGIC or size > _MAX_HEADER_BYTES:
+    if magic != MAGIC or size > _MAX_HEADER_BYTES:
         raise BadContainer(f"not a {kind} file of moeinf")
     header = data[_PREFIX.size : _PREFIX.size + size]
     if zlib.crc32(header) != crc:

@@ -249,7 +249,7 @@ class Library:
         with self._registry.frozen() as engines:
             self._check(name, engines)
             old = self._put_aside(folder) if folder.exists() else None
-            work.rename(folder)
+            work.rename(folder)  # at once: until then other processes find no model
         sync_folder(folder.parent)
         if old is not None:
             remove_folder(old)
@@ -265,6 +265,7 @@ class Library:
             state = self._settings.state_of(name)
             shutil.rmtree(state, ignore_errors=True)  # first: it must not outlive the model
             old = self._put_aside(folder)
+            sync_folder(folder.parent)
         while old.exists():
             with suppress(FileNotFoundError):  # `prune` may delete it at the same time
                 remove_folder(old)
@@ -306,5 +307,4 @@ class Library:
         old = old_folder(folder)
         remove_folder(old, ignore_errors=True)
         folder.rename(old)
-        sync_folder(folder.parent)
         return old

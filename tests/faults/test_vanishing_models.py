@@ -123,16 +123,15 @@ def test_requests(name: str, every_point: bool, home: Path) -> None:
     answers = list[httpx.Response]()
     with serving(home, keep_alive_s=0.0) as address, httpx.Client(base_url=address) as client:
         client.timeout = 60
-        if True:
 
-            def act() -> None:
-                answers.append(REQUESTS[name](client))
+        def act() -> None:
+            answers.append(REQUESTS[name](client))
 
-            for one in moments(home, act, 40 if every_point else 6):
-                last = answers[-1]
-                told = f"{name} at {one.first}: {last.status_code} {last.text[:300]}"
-                assert last.status_code in (200, 404), told
-                if last.status_code == 404:
-                    assert "model_not_found" in last.text, told
-                assert '"problem"' not in last.text, told
+        for one in moments(home, act, 40 if every_point else 6):
+            last = answers[-1]
+            told = f"{name} at {one.first}: {last.status_code} {last.text[:300]}"
+            assert last.status_code in (200, 404), told
+            if last.status_code == 404:
+                assert "model_not_found" in last.text, told
+            assert '"problem"' not in last.text, told
     assert answers[-1].status_code == 200

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from moeinf.cli.options import (
 from moeinf.cli.output import Output
 from moeinf.offload.policy.names import DEFAULT_POLICY
 from moeinf.runtime.config import EngineConfig, lossy_options, read_environment
+from moeinf.runtime.files.regular import open_regular
 from moeinf.runtime.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -150,7 +152,7 @@ def _or_nothing(perplexity: float | None) -> str:
 
 def _text(file: Path) -> str:
     """Read a text of bounded size. Raises Usage."""
-    with file.open("rb") as source:
+    with os.fdopen(open_regular(file), "rb") as source:
         data = source.read(_MOST_BYTES + 1)
     if len(data) > _MOST_BYTES:
         raise Usage(f"--file: {file} is too large (expected at most {format_bytes(_MOST_BYTES)})")
