@@ -24,6 +24,7 @@ from tests.cli.commands.test_encoder_decoders import bin_repository
 from tests.cli.conftest import COMMAND, environment
 from tests.gguf_files import matrices, write_gguf
 from tests.hub_server import Hub, serve
+from tests.runtime.checkpoints.quantised.test_fp8 import save_fp8
 from tests.runtime.checkpoints.quantised.test_nvfp4 import save as save_nvfp4
 from tests.server.test_first_requests import served
 from tests.tiny_mxfp4 import save_mxfp4
@@ -69,6 +70,13 @@ def packed(folder: Path) -> Path:
     return folder
 
 
+def fp8(folder: Path) -> Path:
+    folder.mkdir()
+    save_fp8(folder)
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    return folder
+
+
 def mxfp4(folder: Path) -> Path:
     save_mxfp4(folder)
     byte_tokenizer().save(str(folder / "tokenizer.json"))
@@ -76,7 +84,7 @@ def mxfp4(folder: Path) -> Path:
 
 
 Maker = Callable[[Path], Path]
-OTHERS = (one_file, sharded, sharded_bin, gguf_file, split_gguf, nvfp4, packed, mxfp4)
+OTHERS = (one_file, sharded, sharded_bin, gguf_file, split_gguf, nvfp4, packed, fp8, mxfp4)
 MAKERS = [one_bin, *(pytest.param(one, marks=pytest.mark.full) for one in OTHERS)]
 DEMOS = (one_file, sharded, one_bin, sharded_bin, gguf_file, split_gguf)
 
@@ -102,15 +110,17 @@ def test_the_command_pulls(make: Maker, tmp_path: Path) -> None:
 @pytest.mark.parametrize("make", MAKERS)
 def test_the_server_pulls(make: Maker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, home = make(tmp_path / "source"), tmp_path / "home"
-    suffix = "Q8_0" if source.suffix == ".gguf" else "q8"
-    folder = source.parent if source.suffix == ".gguf" else source
-    with serve(Hub(REPO, folder)) as hub:
+    repository, suffix, folder = REPO, "q8", source
+    if source.suffix == ".gguf":
+        repository, suffix, folder = f"{REPO}-GGUF", "Q8_0", source.parent
+    with serve(Hub(repository, folder)) as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
         monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
         with served(home) as address:
-            asked = {"model": f"{REPO}:{suffix}", "stream": False}
+            asked = {"model": f"hf.co/{repository}:{suffix}", "stream": False}
             pulled = httpx.post(f"{address}/api/pull", json=asked, timeout=120)
-            assert (pulled.status_code, pulled.json()["status"]) == (200, "success"), pulled.text
+            assert pulled.status_code == 200, pulled.text
+            assert pulled.json()["status"] == "success"
             [model] = httpx.get(f"{address}/api/tags").json()["models"]
             if make in DEMOS:
                 body = {"model": model["name"], "prompt": "17+25=", "stream": False}
