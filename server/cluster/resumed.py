@@ -23,38 +23,45 @@ class Resumable:
     """The lines of one answer to a client, over the streams of several replicas."""
 
     def __init__(self) -> None:
-        self._rest = b""  # of an incomplete line of the current stream
-        self._text = ""  # that the client has got
+        self._rest: list[bytes] = []  # pieces of an incomplete line of the current stream
+        self._said: list[str] = []  # texts that the client has got
         self._since = 0  # lines that the client has got after the last one with text
-        self._again: str | None = None  # the text of a later stream until it has caught up
+        self._text = ""  # that the client had got when the current stream began
+        self._at: int | None = None  # the place in it that a later stream has reached
         self._left = 0  # lines without text that it repeats after that
 
     def restart(self) -> None:
         """Begin a stream that repeats what was sent."""
-        self._rest, self._again, self._left = b"", "", self._since
+        self._text = "".join(self._said)
+        self._said, self._rest = [self._text], []
+        self._at, self._left = 0, self._since
 
     def take(self, data: bytes, last: bool = False) -> bytes:
         """Return the whole lines of `data` that are new to the client. Raises Differs."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        if last and self._rest:
-            lines, self._rest = [*lines, self._rest], b""
+        first, *lines = data.split(b"\n")
+        self._rest.append(first)
+        if lines:
+            *lines, rest = [b"".join(self._rest), *lines]
+            self._rest = [rest]
+        if last and any(self._rest):
+            lines, self._rest = [*lines, b"".join(self._rest)], []
         return b"".join(line + b"\n" for line in lines if self._new(line))
 
     def _new(self, line: bytes) -> bool:
         text = text_of(line)
-        if self._again is None:
-            self._text += text
+        if self._at is None:
+            self._said.append(text)
             self._since = 0 if text else self._since + 1
             return True
-        if len(self._again) < len(self._text):
-            self._again += text
-            if not self._text.startswith(self._again):
+        if self._at < len(self._text):
+            if not self._text.startswith(text, self._at):
                 raise Differs("the answer differs on another replica")
+            self._at += len(text)
             return False
         if not text and self._left:
             self._left -= 1
             return False
-        self._again = None
+        self._at = None
         return self._new(line)
 
 

@@ -22,6 +22,7 @@ from moeinf.runtime.sizes import parse_memory
 from moeinf.runtime.text.answer_parser import AnswerParser
 from moeinf.runtime.text.special_spans import SpecialSpans
 from moeinf.server.api.prompts import joined_turns
+from moeinf.server.cluster.resumed import Differs, Resumable
 from moeinf.server.http.security import Guard
 from tests.runtime.text.recent_call_texts import RECENT
 from tests.runtime.text.test_tool_calls import TOOLS
@@ -139,8 +140,24 @@ def _durations(data: bytes, _: Path) -> None:
 
 _BODY = json.dumps({"messages": [{"role": "user", "content": 'a\\"b'}], "x": [1, 2.5e3, None]})
 
+
 # Arguments of a Target in targets.py: check, allowed errors, seeds.
+def _resumed(data: bytes, _: Path) -> None:
+    """Continue a stream on another replica; it comes in pieces, twice."""
+    stream = Resumable()
+    for at in range(0, len(data), _PIECE):
+        stream.take(data[at : at + _PIECE])
+    stream.restart()
+    for at in range(0, len(data), _PIECE):
+        stream.take(data[at : at + _PIECE])
+
+
 TEXT_TARGETS = {
+    "resumed": (
+        _resumed,
+        (Differs,),
+        lambda: [b'data: {"response": "ab"}\n\n', b'{"text": "a"}\n'],
+    ),
     "answers": (_answer, (), _answers),
     "modelfile": (_modelfile, (BadModelfile,), lambda: [_MODELFILE.encode()]),
     "quoted": (_quoted, (), lambda: [b'a\nb"c""" \n d', b'"a"\n']),
