@@ -161,7 +161,7 @@ def _listens(server: ServerSettings) -> bool:
 
 
 def _status(server: ServerSettings, seconds: float) -> int | None:
-    """Return the status of an answer of the server; None if there is none in time."""
+    """Return the status of an answer of the server; None: it does not come in time."""
     connection = http.client.HTTPConnection(server.host, server.port, timeout=max(seconds, 0.1))
     try:
         connection.request("GET", "/")
