@@ -85,6 +85,9 @@ ACTIVATIONS = (("swiglu", False), ("clamped_swiglu", True), ("geglu", False), ("
 ACTIVATIONS += (("relu2", False), ("swiglu10", False))
 
 
+MANY = (gemm.grouped_inner, gemm.grouped_down, gemm.linear_many)  # of many rows
+
+
 def variants() -> Iterator[Variant]:
     """Yield the name, the kernel, its constants and its number of warps."""
     for form in FORMS:
@@ -262,6 +265,18 @@ def of_each_format(chosen: list[Variant]) -> list[Variant]:
     return list(first.values())
 
 
+def of_architecture(chosen: list[Variant], arch: int, among: list[int]) -> Iterator[Variant]:
+    """Yield the variants that are compiled for `arch`: each for one of the architectures.
+
+    Programs of 64 rows are never launched on sm_100 (expert_ffn.py).
+    """
+    for place, variant in enumerate(chosen):
+        large = variant[1] in MANY and variant[2]["ROWS"] > 32
+        fits = [one for one in among if one != 100 or not large]
+        if fits and fits[place % len(fits)] == arch:
+            yield variant
+
+
 def installed(release: str) -> Path:
     """Return the folder of another Triton, which pip installs on the first call."""
     folder = ROOT / "build" / f"triton-{release}"
@@ -304,11 +319,12 @@ def main() -> int:
         chosen = of_each_format(chosen)
     failed, count = 0, 0
     architectures = [int(name.removeprefix("sm_")) for name in options.architectures]
-    for place, arch in enumerate(architectures):
-        ours = chosen[place :: len(architectures)] if options.spread else chosen
-        for name, kernel, constants, warps in ours:
+    for arch in architectures:
+        for name, kernel, constants, warps in of_architecture(
+            chosen, arch, architectures if options.spread else [arch]
+        ):
             count += 1
-            many = kernel in (gemm.grouped_inner, gemm.grouped_down, gemm.linear_many)
+            many = kernel in MANY
             try:
                 if options.front:
                     through_front(kernel, constants, warps, arch)

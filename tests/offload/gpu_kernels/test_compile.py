@@ -20,6 +20,7 @@ LOWEST = "3.6.0"  # in pyproject.toml
 RELEASES = (LOWEST, triton.__version__)
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 KINDS, FRONTS, VARIANTS = 18, 91, 399  # kernels, kernels with a format, all
+LARGE = 64  # variants of 64 rows, which sm_100 does not get
 
 
 def ended(*command, **environment):
@@ -75,7 +76,7 @@ def test_every_variant_compiles_for_one_architecture(release, tmp_path):
 @pytest.mark.parametrize("release", RELEASES)
 def test_every_variant_compiles_without_spilling(release, architecture, tmp_path):
     lines, count = compiled(release, tmp_path, architecture)
-    assert len(lines) == count
+    assert len(lines) == count == (VARIANTS if architecture != "sm_100" else VARIANTS - LARGE)
     registers = {
         name: int(found)
         for name, found in re.findall(r"^sm_\d+ (.+?) +(\d+) registers", "\n".join(lines), re.M)
