@@ -16,8 +16,7 @@ from typing import NoReturn
 
 from moeinf.cli.imports import uncollected
 from moeinf.cli.leave import INTERRUPTED, leave, leave_imports
-from moeinf.errors import as_moeinf
-from moeinf.errors.limits import lacks_memory
+from moeinf.errors import as_moeinf, lacks_memory
 
 _AGAIN_S = 0.01
 

@@ -43,7 +43,7 @@ def read_trace(path: Path) -> Recording:
     with os.fdopen(open_regular(path), "rb") as file:
         known = file.read(len(MAGIC)) == MAGIC
     if not known:  # a file of gigabytes is not read
-        raise BadContainer(f"{path}: it is not a recording of moeinf")
+        raise BadContainer(f"{path}: not a recording file of moeinf")
     try:
         return recording_from_bytes(read_regular(path))
     except BadContainer as error:

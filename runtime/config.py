@@ -187,11 +187,9 @@ def read_server_environment(environment: Mapping[str, str] | None = None) -> Ser
     env = os.environ if environment is None else environment
     given = ServerSettings()
     host, port = _address(env.get("MOEINF_HOST") or "", given)
-    parallel = _count(env, "MOEINF_NUM_PARALLEL", given.parallel)
-    if parallel > MOST_PARALLEL:
-        raise InvalidValue(
-            f"MOEINF_NUM_PARALLEL: {parallel} is invalid (expected at most {MOST_PARALLEL})"
-        )
+    parallel, most = _count(env, "MOEINF_NUM_PARALLEL", given.parallel), MOST_PARALLEL
+    if parallel > most:
+        raise InvalidValue(f"MOEINF_NUM_PARALLEL: {parallel} is invalid (expected at most {most})")
     keep_alive = env.get("MOEINF_KEEP_ALIVE")
     return ServerSettings(
         host=host,

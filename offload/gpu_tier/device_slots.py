@@ -98,8 +98,7 @@ class DeviceTier:
         self._alike = [len({*layouts[n : n + each]}) == 1 for n in range(0, len(layouts), each)]
         self._slots = arena
         self.table = Residency(slots, self._host.cells)
-        layers = self._host.cells // each if self.all_fit else 0
-        self._absent = deque(range(layers))  # layers with experts that may be absent
+        self._absent = deque(range(self._host.cells if self.all_fit else 0))  # may be absent
         self.policy = self._make_policy(slots)
 
     @property
@@ -288,27 +287,21 @@ class DeviceTier:
             self.table.release(cell)
 
     def bring_absent(self) -> None:
-        """Copy up some experts without demand, where all fit and while the bus is idle.
-
-        They come layer by layer: a layer is computed without the host once all of it is there.
-        """
+        """Copy up experts without demand, layer by layer, where all fit and the bus is idle."""
         if not self.bus_is_idle:
             return
-        each = self._below.experts
-        most = _UNASKED_BYTES // max(layout.data_bytes for layout in self._below.layouts)
-        ready = list[int]()
-        for _ in range(min(max(1, _LOOKED_AT // each), len(self._absent))):
-            layer = self._absent.popleft()
-            cells = range(layer * each, (layer + 1) * each)
-            absent = [cell for cell in cells if not self.is_resident(cell)]
-            there = [cell for cell in absent if self._host.is_resident(cell)]
-            room = max(1, most) - len(ready)
-            ready += there[:room]
-            if len(there) > room:
-                self._absent.appendleft(layer)
+        largest = max(layout.data_bytes for layout in self._below.layouts)
+        most, ready = max(1, _UNASKED_BYTES // largest), list[int]()
+        for _ in range(min(_LOOKED_AT, len(self._absent))):
+            if len(ready) == most:
                 break
-            if len(there) < len(absent):
-                self._absent.append(layer)
+            cell = self._absent.popleft()
+            if self.is_resident(cell):
+                continue
+            if self._host.is_resident(cell):
+                ready.append(cell)
+            else:
+                self._absent.append(cell)
         if ready:
             self.bring(ready)
 

@@ -35,7 +35,7 @@ from moeinf.runtime.checkpoints.state_pickle import check_pickle
 
 MAX_PICKLE_BYTES = 64 << 20  # with all other records that are no storages
 _MOST_DIRECTORY_BYTES = 16 << 20  # of the zip; a tensor needs some 100
-_STORAGE = re.compile(r"[^/]+/data/[0-9]+")
+_STORAGE = re.compile(r"[^/]++/data/[0-9]++")
 _NAME = {dtype: name for name, dtype in TORCH_DTYPE.items()}
 
 

@@ -130,9 +130,8 @@ class Engine:
         expires_at: when a server will close the engine, in seconds since the epoch. progress: is
         told how much of the dense weights is read.
 
-        Raises DoesNotFit or BadContext for an impossible plan, and OutOfDeviceMemory. Raises
-        DamagedModel for files that differ from the manifest, and NoSuchModel when the model is
-        deleted meanwhile. With stages, raises what `open_stages` raises.
+        Raises DoesNotFit or BadContext for an impossible plan, OutOfDeviceMemory, DamagedModel,
+        NoSuchModel when the model is deleted meanwhile, and as `open_stages`.
         """
         start = time.perf_counter()
         with present(manifest.model, folder), ExitStack() as opened:
@@ -158,9 +157,8 @@ class Engine:
                 config.tune_threads, opened.pop_all(),
             )  # fmt: skip
         try:
-            plan.registration.publish(
-                partial(figures, lambda: engine.info, tiers.store, expires_at)
-            )
+            about = partial(figures, lambda: engine.info, tiers.store, expires_at)
+            plan.registration.publish(about)
             if config.memory is None:
                 engine.watch_memory()
         except BaseException:  # no thread can be started

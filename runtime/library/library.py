@@ -59,6 +59,8 @@ def present(name: ModelName | str, folder: Path) -> Iterator[None]:
     """Make any error NoSuchModel if another process has deleted the model meanwhile."""
     try:
         yield
+    except (ImportError, MemoryError):
+        raise
     except Exception as error:  # of whichever of its files was read first
         if isinstance(error, NoSuchModel) or os.path.lexists(folder / MANIFEST):
             raise

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moeinf.errors import limits
+from moeinf import errors
 from tests.errors.provoking import Place
 
 
@@ -28,7 +28,7 @@ def place(
     hub = "huggingface_hub.constants"
     monkeypatch.setattr(f"{hub}.HF_HUB_CACHE", str(tmp_path / "hf"))
     monkeypatch.setattr(f"{hub}.ENDPOINT", "http://127.0.0.1:1")
-    monkeypatch.setattr(limits, "_limit", lambda _: None)  # of the machine
+    monkeypatch.setattr(errors, "_limit", lambda _: None)  # of the machine
     monkeypatch.chdir(folder)
     place = Place(home, folder, demo_home, monkeypatch, request)
     with place.later:

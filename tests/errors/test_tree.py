@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 # Caught before they reach a user: ends of work, retries, and errors that are converted.
 CAUGHT = set(
     """Abandoned BadAnswer BadFile BadJson BadRanks BadTokenizer BadVocabulary ClientGone Differs
-    NotFused SecondInterrupt Leave LimitExceeded Lost NotRegular RetryLater Refused Stopped TooSlow
+    InvalidBody NotFused SecondInterrupt Leave LimitExceeded Lost NotRegular RetryLater Refused Stopped TooSlow
     Unfinished _Before""".split()
 )
 BUGS = {"Panic"}  # shown as a bug
