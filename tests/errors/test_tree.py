@@ -18,8 +18,8 @@ ROOT = Path(__file__).parents[2]
 # Caught before they reach a user: ends of work, retries, and errors that are converted.
 CAUGHT = set(
     """Abandoned BadAnswer BadFile BadJson BadRanks BadTokenizer BadVocabulary ClientGone Differs
-    InvalidBody NotFused SecondInterrupt Leave LimitExceeded Lost NotRegular RetryLater Refused Stopped TooSlow
-    Unfinished _Before""".split()
+    InvalidBody NotFused SecondInterrupt Leave LimitExceeded Lost NotRegular RetryLater
+    Refused Stopped TooSlow Unfinished _Before""".split()
 )
 BUGS = {"Panic"}  # shown as a bug
 

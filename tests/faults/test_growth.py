@@ -15,13 +15,16 @@ import pytest
 
 pytest.importorskip("resource", reason="needs limits of processes, which Windows lacks")
 
-from tests.faults.growing import Grown, check_growth, repeating
+from tests.faults.growing import Grown, check_growth, repeating, seconds
 from tests.faults.targets import TARGETS, Target
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 BYTES = 64 << 10
 FEW, MANY = 6, 100  # texts of each target
 MORE = {"answers": 8}  # times as many
+# The largest texts that a server reads: a body, a Modelfile, a text of `create`, the headers.
+# test_hostile_texts.py sends the largest conversations.
+LARGEST = {"json": 8 << 20, "modelfile": 2 << 20, "quoted": 64 << 10, "headers": 64 << 10}
 LATER = ("config",)  # its seeds take 10 s, and are built for test_corpus.py already
 
 
@@ -57,6 +60,14 @@ def test_four_times_the_text_takes_four_times_as_long(name: str, tmp_path: Path)
 @pytest.mark.parametrize("name", sorted(TARGETS))
 def test_more_texts(name: str, tmp_path: Path) -> None:
     check(name, MANY, tmp_path)
+
+
+@pytest.mark.parametrize("name", LARGEST)
+def test_the_largest_text_takes_a_second(name: str, tmp_path: Path) -> None:
+    target, rng = TARGETS[name], random.Random(name)
+    for grown in [repeating(seed, rng) for seed in target.seeds() for _ in range(3)]:
+        work = reading(target, grown, tmp_path, LARGEST[name])
+        assert min(seconds(work) for _ in range(2)) <= 1, grown(200)
 
 
 def test_planted_growth_is_found() -> None:
