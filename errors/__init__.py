@@ -35,11 +35,14 @@ _MEMORY = (
     "std::bad_alloc",
     "not enough memory",
 )
+_MOST_CHARACTERS = 4000  # of an error's text
 _THREADS = ("can't start new thread", "resource temporarily unavailable")
 
 
 class MoeinfError(Exception):
     """An error that is shown to the user. Its text says what happened, its attributes what to do.
+
+    A long text is cut: a file or a client may have written it.
 
     code: stable, for scripts and tests. hint: completes "Try: …"; an instance may set its own.
     serve_hint: an action for the operator of a server, shown in its answers.
@@ -50,6 +53,15 @@ class MoeinfError(Exception):
     serve_hint: str = ""
     exit_code: int = 1
     http_status: int = 500
+
+    def __init__(self, *given: object) -> None:
+        super().__init__(*(_cut(part) if isinstance(part, str) else part for part in given))
+
+
+def _cut(text: str) -> str:
+    if len(text) <= _MOST_CHARACTERS:
+        return text
+    return f"{text[: _MOST_CHARACTERS - 200]} … {text[-200:]}"
 
 
 class InvalidInput(MoeinfError):

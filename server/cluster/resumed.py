@@ -72,7 +72,7 @@ def text_of(line: bytes) -> str:
         return ""
     try:
         found = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         return ""
     if isinstance(found, Mapping) and isinstance(found.get("delta"), str):
         return str(found["delta"])  # OpenAI's Responses API

@@ -71,3 +71,10 @@ def test_the_table_of_codes() -> None:
     text = (ROOT / "docs/errors.md").read_text(encoding="utf-8")
     told = [line for line in text.splitlines() if line.startswith("| `")]
     assert told == sorted(row(kind) for kind in coded())
+
+
+def test_a_text_without_end_is_cut() -> None:
+    error = MoeinfError("x" * 10_000 + " is invalid")
+    assert len(str(error)) < 4100
+    assert str(error).endswith("x is invalid")
+    assert str(MoeinfError("short")) == "short"
