@@ -1,6 +1,6 @@
 """Compile every GPU kernel for GPUs that may be absent, and print the resources of each.
 
-Run: python -m tools kernels [--triton 3.6.0] [--front] [--spread] [--only REGEX] [sm_80 sm_90 …]
+Run: python -m tools kernels [--triton 3.6.0] [--front] [--few] [--only REGEX] [sm_80 sm_90 …]
 
 Triton's wheel holds ptxas and cuobjdump, so this runs anywhere. Prints a line per kernel and
 variant: registers per thread, bytes spilled to local memory, bytes of shared memory, warps. The
@@ -9,8 +9,8 @@ may be in flight during a wait. It measures no speed. Exits with 1 when a kernel
 spills more than two registers, or, for many rows, has no product on tensor cores.
 
 --front translates one variant of each kernel and format to Triton's first language, in seconds:
-most errors show there. --spread compiles each variant for one of the GPUs only. --triton uses
-another release, which pip installs below build/ once.
+most errors show there. --few compiles the same variants to machine code, each for one of the GPUs.
+--triton uses another release, which pip installs below build/ once.
 """
 
 from __future__ import annotations
@@ -306,7 +306,7 @@ def main() -> int:
     parser.add_argument(
         "--front", action="store_true", help="one of each kernel and format, without machine code"
     )
-    parser.add_argument("--spread", action="store_true", help="each variant for one GPU")
+    parser.add_argument("--few", action="store_true", help="one of each, each for one GPU")
     parser.add_argument("--triton", default=triton.__version__, help=f"{LOWEST} is the lowest")
     parser.add_argument("architectures", nargs="*", default=DEFAULT)
     options = parser.parse_args()
@@ -315,13 +315,13 @@ def main() -> int:
         command = [sys.executable, "-m", "tools", "kernels", *sys.argv[1:]]
         return subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, cwd=ROOT).returncode
     chosen = [v for v in variants() if re.search(options.only, v[0])]
-    if options.front:
+    if options.front or options.few:
         chosen = of_each_format(chosen)
     failed, count = 0, 0
     architectures = [int(name.removeprefix("sm_")) for name in options.architectures]
     for arch in architectures:
         for name, kernel, constants, warps in of_architecture(
-            chosen, arch, architectures if options.spread else [arch]
+            chosen, arch, architectures if options.few else [arch]
         ):
             count += 1
             many = kernel in MANY
