@@ -77,3 +77,7 @@ def test_another_text_cannot_be_continued() -> None:
 )
 def test_text_of(line: bytes, text: str) -> None:
     assert text_of(line) == text
+
+
+def test_a_line_that_is_nested_without_end_has_no_text() -> None:
+    assert text_of(b'data: {"response": ' + b"[" * 100_000) == ""
