@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from moeinf.runtime.files.regular import read_regular
+from moeinf.runtime.files.regular import NotRegular, read_regular
 from moeinf.runtime.names import ModelName, in_home
 from moeinf.runtime.requests import Form, Limits, Message, SamplingOptions
 from moeinf.runtime.sampling.schema_limits import MOST_BYTES, BadFormat, check_schema
@@ -125,6 +126,13 @@ def cut_off(partner: Partner, limit: str) -> list[str]:
     return [note if partner.form is None else f"{note}: its JSON is incomplete"]
 
 
+def _schema_of(path: Path) -> str:
+    try:
+        return read_regular(path, _MOST_CHARACTERS).decode("utf-8")
+    except NotRegular as error:
+        raise BadFormat(f"format: {path}: {error.strerror}") from error
+
+
 def parse_form(text: str) -> Form:
     """Return the form for `json`, a JSON schema, or the path of a file with a schema.
 
@@ -133,10 +141,7 @@ def parse_form(text: str) -> Form:
     if text == "json":
         return "json"
     try:
-        if text.lstrip().startswith("{"):
-            said = text
-        else:
-            said = read_regular(in_home(text), _MOST_CHARACTERS).decode("utf-8")
+        said = text if text.lstrip().startswith("{") else _schema_of(in_home(text))
         if len(said) > _MOST_CHARACTERS:
             raise BadFormat(f"format: the schema has more than {_MOST_CHARACTERS} characters")
         schema = json.loads(said)

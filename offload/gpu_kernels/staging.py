@@ -41,10 +41,10 @@ class Staging:
         self, place: torch.device, pinned: Callable[[int], Tensor], mark: Callable[[], Mark]
     ) -> None:
         """Use `place`. pinned: allocates so many bytes, uint8. mark: makes a Mark."""
-        self._place, self._pinned = place, pinned
+        self._place, self._pinned, self._mark = place, pinned, mark
         self._halves: list[Tensor] = []  # allocated on first use
         self._down: Tensor | None = None
-        self._left = [mark(), mark()]  # recorded when a half was left
+        self._left: list[Mark] = []  # recorded when a half was left
         self._half, self._at = 0, 0
 
     def up(self, *xs: Tensor) -> tuple[Tensor, ...] | None:
@@ -53,7 +53,8 @@ class Staging:
         if size > _HALF_BYTES:
             return None
         if not self._halves:
-            self._halves = [self._made(_HALF_BYTES) for _ in self._left]
+            self._halves = [self._made(_HALF_BYTES) for _ in range(2)]
+            self._left = [self._mark() for _ in self._halves]
         if self._at + size > _HALF_BYTES:
             self._left[self._half].record()
             self._half, self._at = 1 - self._half, 0

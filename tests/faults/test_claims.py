@@ -19,7 +19,7 @@ from scripts.make_checkpoint import config
 from tests.cli.conftest import COMMAND, environment
 from tests.runtime.gguf.claims import split, stacked
 
-resource = pytest.importorskip("resource", reason="needs limits of processes, which Windows lacks")
+pytest.importorskip("resource", reason="needs limits of processes, which Windows lacks")
 MOST_BYTES = 640 << 20  # torch needs some 300 MiB of them
 LONG = 3 << 30
 READ_BINS = """
@@ -35,21 +35,23 @@ for path in sys.argv[1:]:
 """
 
 
-def limited() -> None:
-    """Limit memory, to protect the machine from a file that works."""
-    resource.setrlimit(resource.RLIMIT_AS, (6 << 30,) * 2)
+# A process of its own measures: a child of this one begins with the memory of all tests before.
+MEASURED = """
+import resource, subprocess, sys
+resource.setrlimit(resource.RLIMIT_AS, (6 << 30,) * 2)  # to protect the machine
+code = subprocess.run(sys.argv[1:]).returncode
+print(code, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss << 10)
+"""
 
 
 def peak_of(command: list[str], home: Path) -> tuple[int, str, int]:
     """Return a command's exit code, its words and its peak memory in bytes."""
-    with subprocess.Popen(
-        command, env=environment(home), stderr=subprocess.PIPE, text=True, preexec_fn=limited
-    ) as process:
-        assert process.stderr is not None
-        words = process.stderr.read()
-        _, status, used = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-    return process.returncode, words, used.ru_maxrss << 10
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURED, *command],
+        env=environment(home), capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    code, peak = map(int, done.stdout.split()[-2:])
+    return code, done.stderr, peak
 
 
 def many_experts(folder: Path, layers: int, experts: int) -> Path:

@@ -86,6 +86,7 @@ def test_other_commands(words: list[str], models: Path, tmp_path: Path) -> None:
     assert done.code == 0, done.err
 
 
+@pytest.mark.linux("opens an engine")
 @pytest.mark.parametrize("name", ["ENOSPC", "EDQUOT", "EIO", "EROFS", "EACCES"])
 def test_a_model_runs_after_any_failure_of_its_state(
     name: str,

@@ -19,7 +19,7 @@ from moeinf.server.api.logprobs import token_words
 from moeinf.server.api.openai_api import error_document
 from moeinf.server.api.responses.output import Document, EventLines, Output, new_id
 from moeinf.server.api.responses.request import InputItem, InputRequest, ResponsesRequest
-from moeinf.server.api.responses.store import ResponseStore, Stored, no_such_item
+from moeinf.server.api.responses.store import ResponseStore, Stored
 from moeinf.server.engines.jobs import Job
 from moeinf.server.engines.model_manager import Loaded, ModelManager
 from moeinf.server.http.bodies import JsonRoute, aside, in_thread
@@ -142,18 +142,16 @@ async def _turn(
     await aside(request, asked.turn, request, own, True)  # refuse before what is stored is read
     host: ModelManager = request.app.state.host
     await asyncio.to_thread(host.library.find, asked.model)
-    referred = store.items(names if previous is None else filter(store.has, names), body)
+    own_names = set[str]() if previous is None else store.named(previous)
+    made = [name for name in names if name not in own_names]
+    referred = store.items(made, body)
     earlier = list if previous is None else store.conversation(previous, body)
 
     def read() -> tuple[list[InputItem], list[str], Chat, Constrain | None]:
         before = [InputItem.model_validate(item) for item in earlier()]
         found = {item.id: item for item in before if item.id}
-        made = [name for name in names if name not in found]
         others = referred()
-        for name in made:
-            if name not in others:
-                raise no_such_item(name)
-            found[name] = InputItem.model_validate(others[name])
+        found |= {name: InputItem.model_validate(others[name]) for name in made}
         own = [found[item.id] if item.id and item.refers() else item for item in said]
         return own, made, *asked.turn(request, [*before, *own])
 

@@ -33,6 +33,7 @@ class Stored:
     own: int
     containers: int  # objects and lists in items
     ids: tuple[str, ...]  # of the items that have an id of this server
+    named: frozenset[str]  # all ids, those of clients too
     previous: str | None
 
     @classmethod
@@ -47,12 +48,13 @@ class Stored:
         output = [_plain(item) for item in document["output"]]
         said = [*items, *output]
         ids = tuple(dict.fromkeys([*made, *(item["id"] for item in output)]))
-        texts = _text(document), _text(said)
-        return cls(*texts, len(items), _containers(said), ids, document["previous_response_id"])
+        named = frozenset(item["id"] for item in said)
+        texts, previous = (_text(document), _text(said)), document["previous_response_id"]
+        return cls(*texts, len(items), _containers(said), ids, named, previous)
 
     @property
     def size(self) -> int:
-        return len(self.document) + len(self.items) + sum(map(len, self.ids))
+        return len(self.document) + len(self.items) + sum(map(len, self.named))
 
     def admit(self, body: Body) -> None:
         """Count the memory of the items that are about to be read. Raises BodiesTooLong."""
@@ -120,9 +122,9 @@ class ResponseStore:
         chain = self._admitted(name, body)
         return lambda: [item for one in chain for item in one.read()]
 
-    def has(self, name: str) -> bool:
-        """Return whether an item of this id is stored, whose id this server made."""
-        return name in self._places
+    def named(self, name: str) -> set[str]:
+        """Return the ids of a conversation's items. Raises NoSuchResponse."""
+        return {item for one in self._chain(name) for item in one.named}
 
     def items(self, names: Iterable[str], body: Body) -> Callable[[], dict[str, dict[str, Any]]]:
         """Return a function that reads stored items by their ids, which this server made.
@@ -134,7 +136,7 @@ class ResponseStore:
         for name in names:
             if name not in found:
                 if name not in self._places:
-                    raise no_such_item(name)
+                    raise NoSuchResponse(f"no stored response has the item {name[:80]!r}")
                 newest = self._used(self._places[name][-1])
                 newest.admit(body)
                 chosen.append(newest)
@@ -193,8 +195,3 @@ def _containers(value: Any) -> int:
     if isinstance(value, dict):
         return 1 + sum(map(_containers, value.values()))
     return 1 + sum(map(_containers, value)) if isinstance(value, list) else 0
-
-
-def no_such_item(name: str) -> NoSuchResponse:
-    """Return the error for an id that no stored item has."""
-    return NoSuchResponse(f"no stored response has the item {name[:80]!r}")

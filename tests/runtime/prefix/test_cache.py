@@ -60,7 +60,7 @@ def test_another_conversation_between(model: str, open_here: OpenHere) -> None:
     assert again.cached_tokens == len(longer) - 2
     assert (scheduler.prompt_tokens, scheduler.reused_tokens) == (
         len(SYSTEM) + len(OTHER) + len(longer),
-        again.cached_tokens,
+        again.cached_tokens // 64 * 64,
     )
     alone = Scheduler(open_here(model, prefix=None))  # KV that was decoded may have other bits
     answer(alone, SYSTEM)

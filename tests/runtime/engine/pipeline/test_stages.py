@@ -82,6 +82,9 @@ def test_the_least_context_counts(demo_home: Path) -> None:
 def test_another_key(demo_home: Path, running: Running) -> None:
     with pytest.raises(StageLost, match="MOEINF_STAGE_KEY"):
         opened(demo_home, running.address, key="wrong")
+    until = time.monotonic() + 10  # the stage tells it in a thread
+    while not running.told and time.monotonic() < until:
+        time.sleep(0.01)
     assert "another MOEINF_STAGE_KEY" in running.told[-1]
     works(demo_home, running.address)
 
