@@ -23,6 +23,7 @@ from moeinf.offload.gpu_tier.layer_runner import OutOfMemory
 from moeinf.offload.store.budget import DoesNotFit
 from moeinf.offload.store.transfer import ExpertReadError
 from moeinf.runtime.config import Settings
+from moeinf.runtime.files.regular import NotRegular
 from moeinf.runtime.hub.listing import RepositoryError
 from moeinf.runtime.invalid import InvalidValue
 from moeinf.runtime.library.library import Library, ModelInUse, NoSuchModel
@@ -133,9 +134,14 @@ def test_a_form_that_a_server_refuses_is_wrong_usage_as_it_is_here() -> None:
     assert (ServerError("lost").code, ServerError("lost").exit_code) == ("server", 1)
 
 
-def test_a_text_that_does_not_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_that_does_not_end_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(evaluation, "_MOST_BYTES", 1000)
+    (tmp_path / "long").write_text("x" * 1001)
     with pytest.raises(evaluation.Usage, match="is too large"):
+        evaluation.evaluate_text("demo", tmp_path / "long")
+    with pytest.raises(NotRegular):
         evaluation.evaluate_text("demo", Path("/dev/zero"))
 
 
